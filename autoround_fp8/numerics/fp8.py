@@ -1,0 +1,84 @@
+"""FP8 E4M3FN: amax -> scale -> codes -> values, and the signal-to-noise ratio.
+
+A scale is always the multiplier that takes a code back to a value. Read `granularity.py` for which elements share a scale.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+FP8_DTYPE = torch.float8_e4m3fn
+FP8_MAX = 448.0
+# The smallest normal float32 (and bfloat16): a smaller scale would be flushed to zero by some consumers.
+SMALLEST_SCALE = 2.0**-126
+
+
+def round_up_to_bfloat16(x: torch.Tensor) -> torch.Tensor:
+    """Rounds positive float32 values up to the next bfloat16-representable value, keeping float32.
+
+    Some engines read scales as bfloat16. Rounding before the weights are coded makes that cast exact, and rounding up
+    (not to nearest) means the largest value never saturates.
+
+    Args:
+        x: Float32, positive and finite, any shape.
+
+    Returns:
+        Float32 of the same shape.
+    """
+    bits = x.contiguous().view(torch.int32)
+    return ((bits + 0xFFFF) & -0x10000).view(torch.float32)
+
+
+def amax_to_scale(amax: torch.Tensor) -> torch.Tensor:
+    """Turns the largest absolute value into a dequantisation scale.
+
+    Args:
+        amax: Largest absolute values, float32, any shape, finite and >= 0.
+
+    Returns:
+        Float32 scales of the same shape: `amax / 448` rounded up to a bfloat16-representable value, at least 2**-126, so a
+        zero row gets a finite scale.
+
+    Raises:
+        ValueError: If an amax is NaN, infinite or negative.
+    """
+    amax = amax.float()
+    if not bool(torch.isfinite(amax).all()) or bool((amax < 0).any()):
+        raise ValueError(f"amax must be finite and not negative, got {amax.flatten()[:4].tolist()} ...")
+    return round_up_to_bfloat16((amax / FP8_MAX).clamp_min(SMALLEST_SCALE))
+
+
+def quantize_fp8(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Codes `x` as FP8 E4M3FN, rounding to nearest even.
+
+    Args:
+        x: Values, any float dtype, any shape.
+        scale: Dequantisation multiplier, float32, broadcastable to `x`.
+
+    Returns:
+        `float8_e4m3fn` of `x`'s shape. Values beyond 448 scales saturate: E4M3FN has no infinity, and a cast without the
+        clamp would give NaN.
+    """
+    return (x.float() / scale).clamp_(-FP8_MAX, FP8_MAX).to(FP8_DTYPE)
+
+
+def dequantize_fp8(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Turns FP8 codes back into float32 values: `codes.float() * scale`, with `scale` broadcastable to the codes."""
+    return codes.float() * scale
+
+
+def sqnr_db(reference: torch.Tensor, quantized: torch.Tensor) -> float:
+    """Signal to quantisation noise ratio `10 log10(|r|^2 / |r - q|^2)` in dB; inf when both are equal.
+
+    Args:
+        reference: Any shape; computed in float32.
+        quantized: Same shape.
+    """
+    reference, quantized = reference.float(), quantized.float()
+    noise = float(torch.linalg.vector_norm(reference - quantized))
+    if noise == 0.0:
+        return math.inf
+    signal = float(torch.linalg.vector_norm(reference))
+    return 20.0 * math.log10(signal / noise) if signal > 0.0 else -math.inf

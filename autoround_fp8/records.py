@@ -1,0 +1,78 @@
+"""The nouns that cross folders: plain frozen dataclasses, no behaviour beyond shape checks.
+
+Read `compressor.py` for how they flow.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizedLinear:
+    """One quantised linear layer: what tuning makes, formats write and tests compare.
+
+    Attributes:
+        fqn: Module name in the source checkpoint, without `.weight`.
+        weight: FP8 codes `[out_features, in_features]`, `torch.float8_e4m3fn`.
+        weight_scale: Dequantisation multiplier, float32 `[out_features, 1]` (per channel) or `[1]` (per tensor).
+        input_scale: Dequantisation multiplier of the static input quantisation, float32 `[1]`.
+        bias: `[out_features]` in the source dtype, or None.
+    """
+
+    fqn: str
+    weight: torch.Tensor
+    weight_scale: torch.Tensor
+    input_scale: torch.Tensor
+    bias: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockInputs:
+    """What one decoder block is called with for one batch of samples.
+
+    Attributes:
+        hidden_states: `[batch, tokens, hidden]`; samples in a batch all have the same length, so nothing is padding.
+        args: Further positional arguments of the block, after the hidden states.
+        kwargs: Keyword arguments (masks, rotary tables, positions ...), this block's own.
+    """
+
+    hidden_states: torch.Tensor
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerReport:
+    """What happened to one linear layer.
+
+    Attributes:
+        fqn: Module name in the source checkpoint.
+        shape: `(out_features, in_features)`.
+        weight_sqnr_db: Signal to quantisation noise ratio of the weight in dB (inf for an exact layer).
+        input_amax: Largest absolute input value seen in calibration, in the model's units.
+        input_scale: The exported input scale.
+        num_tokens: Calibration tokens that reached the layer.
+        source: Where the input range came from: "observed" or "fused group".
+    """
+
+    fqn: str
+    shape: tuple[int, int]
+    weight_sqnr_db: float
+    input_amax: float
+    input_scale: float
+    num_tokens: int
+    source: str = "observed"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockReport:
+    """What happened to one decoder block: seconds, peak memory in bytes, and its layers."""
+
+    fqn: str
+    seconds: float
+    peak_memory_bytes: int
+    layers: tuple[LayerReport, ...]
