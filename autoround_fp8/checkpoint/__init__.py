@@ -1,0 +1,1 @@
+"""Checkpoints on disk: reading headers and tensors, writing shards, filling meta modules. Knows no model and no format."""

@@ -1,0 +1,1 @@
+"""Command line: flags -> settings -> one call. No numerics here."""

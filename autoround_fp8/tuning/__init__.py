@@ -1,0 +1,1 @@
+"""How a weight becomes codes and scales: one function per algorithm."""

@@ -1,0 +1,179 @@
+"""`AutoRound`: the Python face, with the argument names that users of AutoRound know."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from autoround_fp8.config import QuantizeConfig
+from autoround_fp8.errors import ConfigError
+from autoround_fp8.export import MemorySink
+from autoround_fp8.formats.table import get_format
+from autoround_fp8.pipeline import (
+    CompressionResult,
+    PreparedRun,
+    check_output,
+    compress,
+    export_run,
+    open_model,
+    prepare,
+    write_export,
+)
+from autoround_fp8.schemes import QuantizationScheme, parse_layer_config, parse_scheme
+
+
+class AutoRound:
+    """Quantises a causal language model to static W8A8 FP8.
+
+    Args:
+        model: Folder, hub id, or a transformers model in memory (left as it is).
+        tokenizer: Tokenizer; by default the one in the model's folder.
+        scheme: Preset name, dict of fields or `QuantizationScheme`.
+        layer_config: Layer name or pattern -> scheme, preset name or dict; also JSON text or a JSON file's path.
+        dataset: Calibration data: `builtin`, a file, a hub name, a combination of them, or Python data.
+        iters: Steps of gradient tuning; 0 (round to nearest) is the only value so far.
+        seqlen: Tokens per calibration sample.
+        nsamples: Calibration samples.
+        batch_size: Samples per forward.
+        device_map: cpu, cuda, a GPU number or auto.
+        low_gpu_mem_usage: Accepted; block inputs always live in host memory here.
+        seed: Seed of the data order.
+        ignore_layers: Layers that stay in 16 bit: a comma list or a sequence of names and patterns.
+        format: Checkpoint format that `quantize_and_save` and `save_quantized` write by default.
+        enable_quanted_input: Whether each block is fed by the quantised blocks before it.
+        trust_remote_code: Whether code from the model's folder may run.
+
+    Raises:
+        ConfigError: On a bad argument. An unknown keyword is a TypeError.
+        CheckpointError: If the model cannot be opened.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        scheme: str | Mapping[str, Any] | QuantizationScheme = "FP8_STATIC",
+        layer_config: str | Mapping[str, Any] | None = None,
+        dataset: Any = "builtin",
+        iters: int = 0,
+        seqlen: int = 2048,
+        nsamples: int = 128,
+        batch_size: int = 8,
+        device_map: str | int = "auto",
+        low_gpu_mem_usage: bool = False,
+        seed: int = 42,
+        ignore_layers: str | Sequence[str] = (),
+        format: str = "fp8_static",
+        enable_quanted_input: bool = False,
+        trust_remote_code: bool = False,
+    ):
+        self.config = QuantizeConfig(
+            scheme=parse_scheme(scheme),
+            layer_config=parse_layer_config(layer_config),
+            ignore_layers=parse_names(ignore_layers),
+            dataset=dataset,
+            iters=iters,
+            seqlen=seqlen,
+            nsamples=nsamples,
+            batch_size=batch_size,
+            device=device_map,
+            seed=seed,
+            format=get_format(format).name,
+            enable_quanted_input=enable_quanted_input,
+            trust_remote_code=trust_remote_code,
+        )
+        self.tokenizer = tokenizer
+        self._source = open_model(model, tokenizer, trust_remote_code=trust_remote_code)
+        self._result: tuple[PreparedRun, MemorySink, CompressionResult] | None = None
+
+    def quantize(self) -> tuple[Any, dict[str, dict[str, Any]]]:
+        """Quantises in memory.
+
+        Returns:
+            A transformers model whose Linears are `WeightFP8ActFP8StaticQuantLinear`, in the source's dtype on the CPU, and
+            the scheme of every linear layer in the blocks, by name.
+        """
+        from autoround_fp8.inference.load import assemble_quantized_model
+        from autoround_fp8.models.skeleton import build_skeleton, source_dtype
+
+        run = prepare(self.config, self._source, self.tokenizer)
+        sink = MemorySink()
+        self._result = (run, sink, compress(run, sink))
+        schemes = {linear.fqn: linear.scheme for block in run.plan.blocks for linear in block}
+        source = self._source
+        skeleton = build_skeleton(
+            source.config,
+            source.tensors.entries,
+            source_dtype(dict(source.raw_config)),
+            trust_remote_code=self.config.trust_remote_code,
+        )
+        model = assemble_quantized_model(skeleton, source.tensors, sink.layers, schemes)
+        return model, {fqn: scheme.to_dict() for fqn, scheme in schemes.items()}
+
+    def quantize_and_save(
+        self,
+        output_dir: str | Path,
+        format: str | None = None,
+        *,
+        max_shard_size: str | int = "5GB",
+        overwrite: bool = False,
+    ) -> tuple[Any, str]:
+        """Quantises block by block straight into a folder, then loads it.
+
+        Args:
+            output_dir: Target folder.
+            format: Checkpoint format; by default the one given to the constructor.
+            max_shard_size: Largest shard.
+            overwrite: Whether an earlier export in the folder may be replaced.
+
+        Returns:
+            The quantised model, loaded from the folder on the CPU, and the folder.
+        """
+        from autoround_fp8.inference.load import load_quantized_model
+
+        config = self._save_config(format, max_shard_size, overwrite)
+        check_output(config, output_dir, self._source)
+        summary = export_run(prepare(config, self._source, self.tokenizer), output_dir)
+        model = load_quantized_model(summary.folder, trust_remote_code=config.trust_remote_code)
+        return model, str(summary.folder)
+
+    def save_quantized(
+        self,
+        output_dir: str | Path,
+        format: str | None = None,
+        *,
+        max_shard_size: str | int = "5GB",
+        overwrite: bool = False,
+    ) -> str:
+        """Writes what `quantize` made; arguments as of `quantize_and_save`. Returns the folder.
+
+        Raises:
+            ConfigError: If `quantize` was not called before.
+        """
+        if self._result is None:
+            raise ConfigError("save_quantized needs the result of quantize(); call that first, or use quantize_and_save")
+        run, sink, result = self._result
+        config = self._save_config(format, max_shard_size, overwrite)
+        # The layout depends on the shard size, so the plan is made anew; the layers are the ones quantize() made.
+        run = prepare(config, self._source, self.tokenizer)
+        target = check_output(config, output_dir, self._source)
+
+        def fill(writer_sink: Any) -> Any:
+            for layer in sink.layers.values():
+                writer_sink.put(layer)
+            return list(result.blocks)
+
+        return str(write_export(run, target, fill, time.perf_counter()).folder)
+
+    def _save_config(self, format: str | None, max_shard_size: str | int, overwrite: bool) -> QuantizeConfig:
+        name = get_format(format).name if format is not None else self.config.format
+        return dataclasses.replace(self.config, format=name, max_shard_size=max_shard_size, overwrite=overwrite)
+
+
+def parse_names(names: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Layer names from a comma list or a sequence."""
+    parts = names.split(",") if isinstance(names, str) else list(names or ())
+    return tuple(part.strip() for part in parts if part.strip())

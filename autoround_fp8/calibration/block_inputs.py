@@ -1,0 +1,152 @@
+"""What every decoder block is called with: found by running the model's own forward over stubbed blocks, then replayed.
+
+Masks, rotary tables and positions are the model's own, per block, so no family needs code here. Samples of a batch have equal
+lengths (see `dataset.py`), so there is no padding to keep apart.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoround_fp8.errors import UnsupportedModelError
+from autoround_fp8.models.patches import swapped_forwards
+from autoround_fp8.records import BlockInputs
+
+
+class _Stop(Exception):
+    """Ends the model's forward once the last block was reached."""
+
+
+class _Carry:
+    """Stands for what a block returns beside its hidden states; a later block that is given one depends on it."""
+
+
+@dataclass
+class CapturedCalls:
+    """The calls of all blocks for all batches.
+
+    Attributes:
+        hidden_states: Per batch, what the first block is given, `[batch, tokens, hidden]`, in host memory.
+        calls: Per batch, per block: further positional arguments and keyword arguments.
+    """
+
+    hidden_states: list[torch.Tensor] = field(default_factory=list)
+    calls: list[list[tuple[tuple[Any, ...], dict[str, Any]]]] = field(default_factory=list)
+
+    def inputs(self, batch: int, block: int) -> BlockInputs:
+        """The call of one block for one batch, with the batch's current hidden states."""
+        args, kwargs = self.calls[batch][block]
+        return BlockInputs(hidden_states=self.hidden_states[batch], args=args, kwargs=kwargs)
+
+
+def run_block(block: nn.Module, inputs: BlockInputs, device: torch.device) -> torch.Tensor:
+    """Runs a block; returns its hidden states `[batch, tokens, hidden]` in host memory."""
+    out = block(inputs.hidden_states.to(device), *inputs.args, **inputs.kwargs)
+    return (out[0] if isinstance(out, (tuple, list)) else out).cpu()
+
+
+def capture_block_inputs(
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    batches: Sequence[torch.Tensor],
+    device: torch.device,
+    with_first_block: Callable[[], Any],
+) -> CapturedCalls:
+    """Records the inputs of every block by the model's own forward.
+
+    Args:
+        model: The model; everything in front of the blocks is filled, the blocks may be on meta.
+        blocks: Its decoder blocks, in order.
+        batches: Token ids `[batch, tokens]`, no padding.
+        device: Where the model runs.
+        with_first_block: Context manager factory during which the first block is filled.
+
+    Raises:
+        UnsupportedModelError: If blocks are skipped, called twice, or hand state to each other beside the hidden states.
+    """
+    captured = CapturedCalls()
+    num_outputs: int | None = None
+    interned: dict[Any, torch.Tensor] = {}
+    for batch in batches:
+        ids = batch.to(device)
+        if not captured.calls:
+            # How many values a block returns decides how the model unpacks them, so the first block runs once for real.
+            first = _run_stubbed(model, blocks[:1], ids, None)
+            args, kwargs = first[0]
+            with with_first_block():
+                out = blocks[0](*args, **kwargs)
+            num_outputs = len(out) if isinstance(out, (tuple, list)) else None
+        calls = _run_stubbed(model, blocks, ids, num_outputs)
+        _check_calls(calls, len(blocks))
+        hidden_states, _ = _split(*calls[0])
+        captured.hidden_states.append(hidden_states.cpu())
+        captured.calls.append(
+            [_intern(_split(*call)[1], interned) for call in calls]  # type: ignore[misc]
+        )
+    return captured
+
+
+def _run_stubbed(
+    model: nn.Module, blocks: Sequence[nn.Module], ids: torch.Tensor, num_outputs: int | None
+) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    calls: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+
+    def stub(index: int) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if index in calls:
+                raise UnsupportedModelError(f"decoder block {index} is called more than once in a forward; not supported")
+            calls[index] = (args, kwargs)
+            if index == len(blocks) - 1:
+                raise _Stop
+            hidden_states, _ = _split(args, kwargs)
+            if num_outputs is None:
+                return hidden_states
+            return (hidden_states, *(_Carry() for _ in range(num_outputs - 1)))
+
+        return forward
+
+    try:
+        with swapped_forwards({block: stub(i) for i, block in enumerate(blocks)}):
+            model(input_ids=ids, use_cache=False)
+    except _Stop:
+        pass
+    return [calls[i] for i in sorted(calls)]
+
+
+def _split(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, tuple[tuple[Any, ...], dict[str, Any]]]:
+    if args:
+        return args[0], (args[1:], kwargs)
+    rest = dict(kwargs)
+    return rest.pop("hidden_states"), ((), rest)
+
+
+def _check_calls(calls: list[tuple[tuple[Any, ...], dict[str, Any]]], num_blocks: int) -> None:
+    if len(calls) != num_blocks:
+        raise UnsupportedModelError(f"the model's forward reached {len(calls)} of its {num_blocks} decoder blocks")
+    for index, (args, kwargs) in enumerate(calls):
+        values = [*enumerate(args), *kwargs.items()]
+        carried = [name for name, value in values if isinstance(value, _Carry)]
+        if carried:
+            raise UnsupportedModelError(
+                f"decoder block {index} is given another block's output as argument {carried[0]!r}; not supported"
+            )
+
+
+def _intern(value: Any, known: dict[Any, torch.Tensor]) -> Any:
+    """Replaces tensors, also nested ones, by an equal one seen before, so that masks and rotary tables are kept once."""
+    if isinstance(value, torch.Tensor):
+        data = torch.view_as_real(value) if value.is_complex() else value
+        raw = data.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        key = (value.dtype, tuple(value.shape), hashlib.sha256(raw).digest())
+        return known.setdefault(key, value.detach())
+    if isinstance(value, dict):
+        return {k: _intern(v, known) for k, v in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)(_intern(v, known) for v in value)
+    return value

@@ -1,0 +1,50 @@
+"""From what the user typed to a folder: a local directory, or a model id of the Hugging Face hub.
+
+The only place that may download a model.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from autoround_fp8.errors import CheckpointError, ConfigError
+
+_WANTED = ["*.safetensors", "*.json", "*.txt", "*.jinja", "*.model", "*.py", "*.md", "LICENSE*", "*.tiktoken"]
+
+
+def locate_checkpoint(model: str | Path) -> Path:
+    """The folder of a checkpoint: an existing directory as it is, or a hub id (`org/name`) downloaded to the hub's cache.
+
+    Raises:
+        CheckpointError: If there is no such folder, or the hub cannot be reached or has no such model.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise CheckpointError(f"model {str(model)!r} is a file; give the folder that holds config.json and the weights")
+    word = str(model)
+    if not re.fullmatch(r"[A-Za-z0-9][\w.\-]*/[\w.\-]+", word):
+        raise CheckpointError(f"model folder {word!r} does not exist")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    try:
+        return Path(snapshot_download(word, allow_patterns=_WANTED, etag_timeout=5))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as e:
+        reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
+        raise CheckpointError(f"model {word!r} is neither a local folder nor to be had from the hub: {reason}") from e
+
+
+def check_output_location(output_dir: Path, source: Path | None) -> None:
+    """Refuses an output folder that is the source folder, or lies above it.
+
+    Raises:
+        ConfigError: Naming both.
+    """
+    if source is None:
+        return
+    target, origin = output_dir.resolve(), source.resolve()
+    if target == origin or target in origin.parents:
+        raise ConfigError(f"output_dir {str(output_dir)!r} must not be or contain the source model {str(source)!r}")

@@ -1,0 +1,120 @@
+"""`auto-round [quantize] | eval | compare`: finds the command, runs it, turns errors into one sentence and an exit code.
+
+Exit codes: 0 done, 1 the work failed, 2 the command line is wrong, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import logging
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import NoReturn
+
+from autoround_fp8.errors import AutoRoundError, ConfigError
+from autoround_fp8.version import __version__
+
+COMMANDS = ("quantize", "eval", "compare")
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse that names near matches of a mistyped option and never accepts abbreviations."""
+
+    def __init__(self, *args: object, **kwargs: object):
+        super().__init__(*args, allow_abbrev=False, **kwargs)  # type: ignore[arg-type]
+
+    def error(self, message: str) -> NoReturn:
+        """Prints one line and exits with code 2."""
+        prefix = "unrecognized arguments: "
+        if message.startswith(prefix):
+            known = [option for action in self._actions for option in action.option_strings]
+            words = [word.partition("=")[0] for word in message.removeprefix(prefix).split() if word.startswith("-")]
+            for word in words:
+                near = difflib.get_close_matches(word, known, n=1)
+                message = f"unknown option {word}" + (f"; did you mean {near[0]}?" if near else "")
+                break
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+def build_parser() -> Parser:
+    """The whole command line."""
+    from autoround_fp8.cli import evaluate, quantize
+
+    parser = Parser(
+        prog="auto-round",
+        description="Static W8A8-FP8 checkpoints of language models: quantise, evaluate, compare.",
+        epilog="'auto-round MODEL ...' is short for 'auto-round quantize MODEL ...'; 'auto-round COMMAND --help' has the options.",
+    )
+    parser.add_argument("--version", action="version", version=f"autoround_fp8 {__version__}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
+    quantize.add_quantize_parser(subparsers)
+    evaluate.add_eval_parser(subparsers)
+    evaluate.add_compare_parser(subparsers)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None, defaults: Sequence[str] = ()) -> int:
+    """Runs one command.
+
+    Args:
+        argv: Arguments without the program's name; by default the process's.
+        defaults: Options put in front of the user's own, for recipes.
+
+    Returns:
+        The exit code.
+    """
+    from autoround_fp8.cli import evaluate, quantize
+
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] not in (*COMMANDS, "--version", "-h", "--help"):
+        words = ["quantize", *words]
+    if words[0] == "quantize":
+        words[1:1] = defaults
+    args = build_parser().parse_args(words)
+    configure_logging(debug=getattr(args, "debug", False))
+    run = {"quantize": quantize.run_quantize, "eval": evaluate.run_eval, "compare": evaluate.run_compare}[args.command]
+    try:
+        return run(args)
+    except AutoRoundError as e:
+        if getattr(args, "debug", False):
+            raise
+        print(f"auto-round: error: {e}", file=sys.stderr)
+        return 2 if isinstance(e, ConfigError) else 1
+    except KeyboardInterrupt:
+        print("auto-round: interrupted; nothing was left in the target folder", file=sys.stderr)
+        return 130
+
+
+def configure_logging(*, debug: bool) -> None:
+    """Sends this package's messages to stderr, and quietens the libraries."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(levelname)s %(message)s" if debug else "%(message)s"))
+    logger = logging.getLogger("autoround_fp8")
+    logger.handlers[:] = [handler]
+    logger.setLevel(logging.DEBUG if debug else logging.INFO)
+    logger.propagate = False
+    if not debug:
+        warnings.filterwarnings("ignore", category=FutureWarning)
+        logging.getLogger("transformers").setLevel(logging.ERROR)
+
+
+def main_best() -> int:
+    """`auto-round-best`: the most calibration data."""
+    return main(defaults=("--nsamples", "512"))
+
+
+def main_light() -> int:
+    """`auto-round-light`: little calibration data, for a first look."""
+    return main(defaults=("--nsamples", "32", "--seqlen", "512"))
+
+
+def main_rtn() -> int:
+    """`auto-round-rtn`: round to nearest."""
+    return main(defaults=("--iters", "0"))
+
+
+def main_eval() -> int:
+    """`auto-round-eval`: the same as `auto-round eval`."""
+    return main(["eval", *sys.argv[1:]])

@@ -1,0 +1,195 @@
+"""`auto-round [quantize]`: options of a quantisation run, and its progress on the screen."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from autoround_fp8.errors import ConfigError
+
+if TYPE_CHECKING:
+    from autoround_fp8.config import QuantizeConfig
+    from autoround_fp8.records import BlockReport
+
+logger = logging.getLogger(__name__)
+
+# AutoRound options that mean nothing for static FP8 without gradient tuning: refused with a reason, never ignored.
+REFUSED_OPTIONS = {
+    "--lr": "there is no gradient tuning in this version",
+    "--minmax_lr": "there is no gradient tuning in this version",
+    "--gradient_accumulate_steps": "there is no gradient tuning in this version",
+    "--not_use_best_mse": "there is no gradient tuning in this version",
+    "--enable_torch_compile": "there is no gradient tuning in this version",
+    "--quant_lm_head": "the output layer always stays in 16 bit in this version",
+    "--static_kv_dtype": "KV-cache scales are not written by this version",
+}
+
+_SCHEME_FIELDS = ("bits", "group_size", "data_type", "act_bits", "act_group_size", "act_data_type")
+
+
+def add_quantize_parser(subparsers: Any) -> None:
+    """Adds the `quantize` command."""
+    parser = subparsers.add_parser(
+        "quantize", help="quantise a model (the default command)", description="Quantise a model to static W8A8 FP8."
+    )
+    parser.add_argument("model_word", nargs="?", metavar="MODEL", help="model folder or hub id")
+    group = parser.add_argument_group("model")
+    group.add_argument("--model", "--model_name", "--model_name_or_path", help="the same, as an option")
+    group.add_argument("--device", "--device_map", "--devices", default="auto", help="cpu, cuda, 0, auto (default)")
+    group.add_argument("--trust_remote_code", action="store_true", help="run code from the model's folder (default: no)")
+    group = parser.add_argument_group("calibration")
+    group.add_argument("--dataset", default="builtin", help="builtin, a file, a hub name, or several with options")
+    group.add_argument("--seqlen", "--seq_len", type=int, default=2048, help="tokens per sample (2048)")
+    group.add_argument("--nsamples", "--nsample", type=int, default=128, help="samples (128)")
+    group.add_argument("--batch_size", "--train_bs", "--bs", type=int, default=8, help="samples per forward (8)")
+    group.add_argument("--seed", type=int, default=42, help="seed of the data order (42)")
+    group.add_argument("--calibration_dtype", default="auto", help="dtype of the calibration forward (auto)")
+    group.add_argument("--low_gpu_mem_usage", action="store_true", help="always so: block inputs live in host memory")
+    group = parser.add_argument_group("output")
+    group.add_argument("--output_dir", help="target folder (required)")
+    group.add_argument("--format", "--formats", default="fp8_static", help="checkpoint format (fp8_static)")
+    group.add_argument("--max_shard_size", default="5GB", help="largest shard (5GB)")
+    group.add_argument("--overwrite", action="store_true", help="replace an earlier export of this program in the target")
+    group = parser.add_argument_group("scheme")
+    group.add_argument("--scheme", default="FP8_STATIC", help="FP8_STATIC (default) or FP8_STATIC_TENSOR")
+    for name in _SCHEME_FIELDS:
+        group.add_argument(f"--{name}", type=int if name.endswith(("bits", "size")) else str, help=argparse.SUPPRESS)
+    group.add_argument("--disable_act_dynamic", action="store_true", help=argparse.SUPPRESS)
+    group.add_argument("--layer_config", help="JSON text or file: layer name or pattern -> scheme")
+    group.add_argument("--ignore_layers", "--fp_layers", default="", help="layers that stay in 16 bit, comma list")
+    group = parser.add_argument_group("tuning")
+    group.add_argument("--iters", "--iter", type=int, default=0, help="0 = round to nearest, the only value so far")
+    group.add_argument("--algorithm", default="rtn", help="rtn (default)")
+    switch = group.add_mutually_exclusive_group()
+    switch.add_argument(
+        "--enable_quanted_input", action="store_true", help="feed each block by the quantised blocks before it"
+    )
+    switch.add_argument("--disable_quanted_input", action="store_true", help="feed it by the original ones (default)")
+    group = parser.add_argument_group("evaluation after quantising")
+    group.add_argument("--tasks", "--task", default="", help="lm-eval tasks, comma list")
+    group.add_argument("--include_path", help="folder with further task files")
+    group.add_argument("--eval_bs", type=int, default=8, help="batch size (8)")
+    group.add_argument("--limit", type=float, help="documents per task")
+    group.add_argument("--num_fewshot", type=int, help="examples in the prompt")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks and details")
+    for option, reason in REFUSED_OPTIONS.items():
+        parser.add_argument(option, action=_Refuse, reason=reason, help=argparse.SUPPRESS)
+
+
+class _Refuse(argparse.Action):
+    def __init__(self, *args: Any, reason: str, **kwargs: Any):
+        super().__init__(*args, nargs="?", **kwargs)
+        self._reason = reason
+
+    def __call__(self, parser: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> None:
+        parser.error(f"{self.option_strings[0]} does not apply: {self._reason}")
+
+
+def config_from_args(args: argparse.Namespace) -> QuantizeConfig:
+    """The settings that the options stand for.
+
+    Raises:
+        ConfigError: On a value that is not supported.
+    """
+    from autoround_fp8.autoround import parse_names
+    from autoround_fp8.config import QuantizeConfig
+    from autoround_fp8.formats.table import get_format
+    from autoround_fp8.schemes import parse_layer_config, parse_scheme
+
+    scheme = parse_scheme(args.scheme)
+    for name in _SCHEME_FIELDS:
+        if getattr(args, name) is not None:
+            scheme[name] = getattr(args, name)
+    return QuantizeConfig(
+        scheme=parse_scheme(scheme),
+        layer_config=parse_layer_config(args.layer_config),
+        ignore_layers=parse_names(args.ignore_layers),
+        dataset=args.dataset,
+        nsamples=args.nsamples,
+        seqlen=args.seqlen,
+        batch_size=args.batch_size,
+        seed=args.seed,
+        iters=args.iters,
+        algorithm=args.algorithm,
+        enable_quanted_input=args.enable_quanted_input,
+        device=args.device,
+        calibration_dtype=args.calibration_dtype,
+        format=get_format(args.format).name,
+        max_shard_size=args.max_shard_size,
+        overwrite=args.overwrite,
+        trust_remote_code=args.trust_remote_code,
+    )
+
+
+def run_quantize(args: argparse.Namespace) -> int:
+    """Quantises and, if asked, evaluates. Returns the exit code."""
+    if args.model and args.model_word and args.model != args.model_word:
+        raise ConfigError(f"two models are given: {args.model_word!r} and --model {args.model!r}")
+    model = args.model or args.model_word
+    if not model:
+        raise ConfigError("no model is given: auto-round MODEL --output_dir OUT")
+    if not args.output_dir:
+        raise ConfigError("no target is given: add --output_dir OUT")
+    from autoround_fp8.device import resolve_device
+    from autoround_fp8.pipeline import check_output, export_run, open_model, prepare
+
+    config = config_from_args(args)
+    resolve_device(config.device)
+    tasks = _resolve_tasks(args)
+    source = open_model(model, trust_remote_code=config.trust_remote_code)
+    check_output(config, args.output_dir, source)
+    run = prepare(config, source)
+    show = progress(len(run.plan.blocks))
+    summary = export_run(run, args.output_dir, show)
+    totals = summary.report["totals"]
+    print(
+        f"{summary.folder}: {totals['source_bytes'] / 1e6:.1f} MB -> {totals['export_bytes'] / 1e6:.1f} MB in "
+        f"{totals['seconds']:.1f} s, mean weight SQNR {totals['mean_weight_sqnr_db']:.1f} dB, peak memory "
+        f"{totals['peak_memory_bytes'] / 1e6:.0f} MB"
+    )
+    if tasks:
+        from autoround_fp8.cli.evaluate import evaluate_folder
+
+        evaluate_folder(summary.folder, tasks, args)
+    return 0
+
+
+def _resolve_tasks(args: argparse.Namespace) -> list[str]:
+    names = [name.strip() for name in args.tasks.split(",") if name.strip()]
+    if names:
+        from autoround_fp8.evaluation.tasks import resolve_tasks
+
+        resolve_tasks(names, args.include_path)
+    return names
+
+
+def progress(num_blocks: int) -> Callable[[BlockReport], None]:
+    """A callback that shows each finished block: a bar on a terminal, one line per block elsewhere."""
+    started = time.perf_counter()
+    bar = None
+    if sys.stderr.isatty():
+        from tqdm import tqdm
+
+        bar = tqdm(total=num_blocks, unit="block", dynamic_ncols=True)
+    done = 0
+
+    def show(report: BlockReport) -> None:
+        nonlocal done
+        done += 1
+        worst = min(report.layers, key=lambda layer: layer.weight_sqnr_db, default=None)
+        note = f"worst {worst.fqn.removeprefix(report.fqn + '.')} {worst.weight_sqnr_db:.1f} dB" if worst else "nothing to do"
+        memory = f"{report.peak_memory_bytes / 1e6:.0f} MB"
+        if bar is not None:
+            bar.set_postfix_str(f"{memory}, {note}")
+            bar.update()
+            if done == num_blocks:
+                bar.close()
+        else:
+            left = (time.perf_counter() - started) / done * (num_blocks - done)
+            logger.info("%d/%d %s %.1f s, %s, %s, %.0f s left", done, num_blocks, report.fqn, report.seconds, memory, note, left)
+
+    return show

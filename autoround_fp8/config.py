@@ -1,0 +1,85 @@
+"""Every setting of a run, in one frozen dataclass: the only home of defaults and of their checks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from autoround_fp8.errors import ConfigError
+from autoround_fp8.schemes import QuantizationScheme
+
+ALGORITHMS = ("rtn",)
+CALIBRATION_DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizeConfig:
+    """Settings of one quantisation run.
+
+    Attributes:
+        scheme: Scheme of layers that nothing else names.
+        layer_config: Layer pattern -> scheme.
+        ignore_layers: Patterns of layers that stay in 16 bit.
+        dataset: Calibration data: a spec string, or Python data.
+        nsamples: Calibration samples.
+        seqlen: Tokens per sample.
+        batch_size: Samples per forward.
+        seed: Seed of the data order.
+        iters: Steps of gradient tuning; 0, the only value so far, rounds to nearest.
+        algorithm: How weights are rounded.
+        enable_quanted_input: Whether each block is fed by the quantised blocks before it, not by the original ones.
+        device: Device word: cpu, cuda, a GPU number, auto.
+        calibration_dtype: dtype of the calibration forward; auto = the model's, or float32 where 16 bit is emulated.
+        format: Name of the checkpoint format.
+        max_shard_size: Largest shard, such as 5GB.
+        overwrite: Whether an earlier export in the target may be replaced.
+        trust_remote_code: Whether code from the model's folder may run.
+    """
+
+    scheme: QuantizationScheme = field(default_factory=QuantizationScheme)
+    layer_config: Mapping[str, QuantizationScheme] = field(default_factory=dict)
+    ignore_layers: tuple[str, ...] = ()
+    dataset: Any = "builtin"
+    nsamples: int = 128
+    seqlen: int = 2048
+    batch_size: int = 8
+    seed: int = 42
+    iters: int = 0
+    algorithm: str = "rtn"
+    enable_quanted_input: bool = False
+    device: str | int = "auto"
+    calibration_dtype: str = "auto"
+    format: str = "fp8_static"
+    max_shard_size: str | int = "5GB"
+    overwrite: bool = False
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("nsamples", "seqlen", "batch_size"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(f"{name} ({value!r}) must be a whole number of at least 1")
+        if self.iters != 0:
+            raise ConfigError(
+                f"iters ({self.iters!r}) must be 0: this version rounds to nearest and does not tune by gradient"
+            )
+        if self.algorithm not in ALGORITHMS:
+            raise ConfigError(f"algorithm {self.algorithm!r} is not available; choose from {', '.join(ALGORITHMS)}")
+        if self.calibration_dtype not in CALIBRATION_DTYPES:
+            raise ConfigError(
+                f"calibration_dtype {self.calibration_dtype!r} is unknown; choose from {', '.join(CALIBRATION_DTYPES)}"
+            )
+        if not isinstance(self.seed, int) or self.seed < 0:
+            raise ConfigError(f"seed ({self.seed!r}) must be a whole number of at least 0")
+
+    def to_report(self) -> dict[str, Any]:
+        """The settings as JSON values, for the report; data given as Python objects appear by their type."""
+        report = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        report["scheme"] = self.scheme.to_dict()
+        report["layer_config"] = {k: v.to_dict() for k, v in self.layer_config.items()}
+        report["ignore_layers"] = list(self.ignore_layers)
+        if not isinstance(self.dataset, str):
+            report["dataset"] = f"<{type(self.dataset).__name__}>"
+        return report

@@ -1,0 +1,237 @@
+"""Loads a quantised checkpoint for inference: the model on meta, FP8 linears in place, tensors straight from disk.
+
+Read `linear.py` for the layer and `kernels/table.py` for what computes it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoround_fp8.checkpoint.locate import locate_checkpoint
+from autoround_fp8.checkpoint.materialize import (
+    fill_computed_buffers,
+    fill_module,
+    require_filled,
+    tie_filled,
+)
+from autoround_fp8.checkpoint.reader import CheckpointReader, TensorSource, read_json
+from autoround_fp8.device import resolve_device
+from autoround_fp8.errors import CheckpointError, ConfigError
+from autoround_fp8.formats.base import CheckpointFormat, ParsedQuantization
+from autoround_fp8.formats.table import parse_quantization
+from autoround_fp8.inference.linear import WeightFP8ActFP8StaticQuantLinear
+from autoround_fp8.kernels.base import Kernel, LinearProblem
+from autoround_fp8.kernels.table import choose_kernel
+from autoround_fp8.models.skeleton import Skeleton, build_skeleton, load_config, source_dtype
+from autoround_fp8.records import QuantizedLinear
+from autoround_fp8.schemes import QuantizationScheme
+
+logger = logging.getLogger(__name__)
+
+_SCALES = (".weight_scale", ".input_scale")
+
+
+def load_quantized_model(
+    path: str | Path,
+    *,
+    device: str | int | torch.device = "cpu",
+    dtype: torch.dtype | str | None = None,
+    kernel: str = "auto",
+    trust_remote_code: bool = False,
+) -> Any:
+    """Loads a static FP8 checkpoint as a transformers model whose quantised Linears hold FP8 codes.
+
+    Args:
+        path: Checkpoint folder.
+        device: cpu, cuda, a GPU number or auto.
+        dtype: dtype of everything that is not FP8, and of the activations; None = the checkpoint's.
+        kernel: Kernel name, or "auto" for the fastest one that can run.
+        trust_remote_code: Whether code from the folder may run.
+
+    Returns:
+        The model in eval mode.
+
+    Raises:
+        CheckpointError: If the checkpoint is not quantised, damaged, or its tensors do not agree with its config.
+        ConfigError: If the device or kernel cannot be used.
+    """
+    target = resolve_device(device)
+    folder = locate_checkpoint(path)
+    raw_config, config = load_config(folder, trust_remote_code=trust_remote_code)
+    block = raw_config.get("quantization_config")
+    if not block:
+        raise CheckpointError(f"{str(folder)!r} is not quantised: its config.json has no quantization_config")
+    checkpoint_format, parsed = parse_quantization(block)
+    reader = CheckpointReader(folder)
+    model_dtype = _model_dtype(dtype, raw_config)
+    names = [name for name in reader.names if not name.endswith(_SCALES)]
+    skeleton = build_skeleton(config, names, model_dtype, trust_remote_code=trust_remote_code)
+    model = skeleton.model
+    fill_computed_buffers(model, target)
+    _load_quantized_linears(skeleton, reader, checkpoint_format, parsed, (kernel, target))
+    _fill_rest(skeleton, reader, target, f"checkpoint {str(folder)!r}")
+    _set_generation_config(model, folder)
+    return model
+
+
+def load_model(
+    path: str | Path,
+    *,
+    device: str | int | torch.device = "cpu",
+    dtype: torch.dtype | str | None = None,
+    kernel: str = "auto",
+    trust_remote_code: bool = False,
+) -> Any:
+    """Loads a checkpoint for inference, quantised by a format known here or plain 16 bit.
+
+    Args and errors are those of `load_quantized_model`; `kernel` has no effect on a plain checkpoint.
+    """
+    folder = locate_checkpoint(path)
+    raw_config, config = load_config(folder, trust_remote_code=trust_remote_code)
+    if raw_config.get("quantization_config"):
+        return load_quantized_model(
+            folder, device=device, dtype=dtype, kernel=kernel, trust_remote_code=trust_remote_code
+        )
+    target = resolve_device(device)
+    reader = CheckpointReader(folder)
+    skeleton = build_skeleton(
+        config, reader.names, _model_dtype(dtype, raw_config), trust_remote_code=trust_remote_code
+    )
+    fill_computed_buffers(skeleton.model, target)
+    _fill_rest(skeleton, reader, target, f"checkpoint {str(folder)!r}")
+    _set_generation_config(skeleton.model, folder)
+    return skeleton.model
+
+
+def assemble_quantized_model(
+    skeleton: Skeleton,
+    source: TensorSource,
+    layers: Mapping[str, QuantizedLinear],
+    schemes: Mapping[str, QuantizationScheme],
+    device: torch.device | str = "cpu",
+) -> Any:
+    """Puts quantised layers that are in memory into a model; everything else comes from the source.
+
+    Args:
+        skeleton: The model on meta, in the dtype it shall have.
+        source: The unquantised tensors.
+        layers: Checkpoint name -> quantised layer.
+        schemes: Checkpoint name -> scheme, for at least the quantised layers.
+        device: Where the model shall be.
+
+    Returns:
+        The model in eval mode, filled.
+    """
+    target = resolve_device(device)
+    fill_computed_buffers(skeleton.model, target)
+    for module_name, module in list(skeleton.model.named_modules()):
+        fqn = skeleton.sources.get(f"{module_name}.weight", "").removesuffix(".weight")
+        if isinstance(module, nn.Linear) and fqn in layers:
+            _swap_in(skeleton, module_name, layers[fqn], schemes[fqn], ("auto", target))
+    _fill_rest(skeleton, source, target, "the model")
+    return skeleton.model
+
+
+def _swap_in(
+    skeleton: Skeleton,
+    module_name: str,
+    layer: QuantizedLinear,
+    scheme: QuantizationScheme,
+    target: tuple[str, torch.device],
+) -> tuple[Kernel, list[str]]:
+    kernel_name, device = target
+    module = skeleton.model.get_submodule(module_name)
+    problem = LinearProblem(
+        device=device,
+        dtype=module.weight.dtype,
+        in_features=module.in_features,
+        out_features=module.out_features,
+        scheme=scheme,
+        name=layer.fqn,
+    )
+    kernel, reasons = choose_kernel(problem, kernel_name)
+    replacement = WeightFP8ActFP8StaticQuantLinear.from_quantized_linear(
+        layer,
+        scheme=scheme,
+        kernel=kernel,
+        has_bias=module.bias is not None,
+        dtype=module.weight.dtype,
+        device=device,
+    )
+    skeleton.model.set_submodule(module_name, replacement)
+    return kernel, reasons
+
+
+def _fill_rest(skeleton: Skeleton, source: TensorSource, device: torch.device, what: str) -> None:
+    model = skeleton.model
+    fill_module(model, "", source, skeleton.sources, device)
+    tie_filled(model, model.all_tied_weights_keys)
+    require_filled(model, what)
+
+
+def _model_dtype(dtype: torch.dtype | str | None, raw_config: Mapping[str, Any]) -> torch.dtype:
+    if dtype is None:
+        return source_dtype(dict(raw_config))
+    resolved = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if resolved not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ConfigError(f"dtype {dtype!r} is not supported; use float32, bfloat16 or float16")
+    return resolved
+
+
+def _load_quantized_linears(
+    skeleton: Skeleton,
+    reader: CheckpointReader,
+    checkpoint_format: CheckpointFormat,
+    parsed: ParsedQuantization,
+    target: tuple[str, torch.device],
+) -> None:
+    chosen: Counter[str] = Counter()
+    used: set[str] = set()
+    for module_name, module in list(skeleton.model.named_modules()):
+        tensor_name = skeleton.sources.get(f"{module_name}.weight")
+        if not isinstance(module, nn.Linear) or tensor_name is None:
+            continue
+        fqn = tensor_name.removesuffix(".weight")
+        scheme = parsed.resolve(fqn)
+        is_fp8 = reader.entries[tensor_name].dtype == "F8_E4M3"
+        if not scheme.is_quantized:
+            if is_fp8:
+                raise CheckpointError(f"tensor {tensor_name!r} is FP8, but config.json says this layer is not quantised")
+            continue
+        tensors = {n: reader.read(n) for n in _tensor_names(fqn) if n in reader.entries}
+        layer = checkpoint_format.decode(fqn, scheme, tensors)
+        if tuple(layer.weight.shape) != (module.out_features, module.in_features):
+            raise CheckpointError(
+                f"tensor {tensor_name!r} has shape {list(layer.weight.shape)}, the model expects "
+                f"{[module.out_features, module.in_features]}"
+            )
+        used.update(tensors)
+        kernel, reasons = _swap_in(skeleton, module_name, layer, scheme, target)
+        if not chosen[kernel.name]:
+            logger.info("kernel %s from %s on%s", kernel.name, fqn, "".join(f"; {reason}" for reason in reasons))
+        chosen[kernel.name] += 1
+    stray = [name for name in reader.names if name.endswith(_SCALES) and name not in used]
+    if stray:
+        raise CheckpointError(f"tensor {stray[0]!r} belongs to no quantised layer ({len(stray)} such tensors)")
+    if not chosen:
+        raise CheckpointError("config.json has a quantization_config, but no layer of the model is quantised")
+    logger.info("%d FP8 linears: %s", sum(chosen.values()), dict(chosen))
+
+
+def _tensor_names(fqn: str) -> tuple[str, ...]:
+    return (f"{fqn}.weight", f"{fqn}.weight_scale", f"{fqn}.input_scale")
+
+
+def _set_generation_config(model: Any, folder: Path) -> None:
+    from transformers import GenerationConfig
+
+    path = folder / "generation_config.json"
+    if path.is_file():
+        model.generation_config = GenerationConfig.from_dict(read_json(path))

@@ -1,0 +1,34 @@
+"""The float32 oracle: how a static W8A8-FP8 linear is defined. Shared by the compressor's simulation and inference."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+from autoround_fp8.numerics.fp8 import quantize_fp8
+
+
+def reference_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    input_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """Quantises the input to FP8, multiplies codes with codes in float32, rescales, adds the bias.
+
+    Args:
+        x: `[..., in]`, any float dtype.
+        weight: FP8 codes `[out, in]`.
+        weight_scale: Float32 `[out, 1]` or `[1]`.
+        input_scale: Float32 `[1]`.
+        bias: `[out]` or None.
+
+    Returns:
+        `[..., out]` in x's dtype.
+    """
+    y = F.linear(quantize_fp8(x, input_scale).float(), weight.float())
+    y = y * (input_scale * weight_scale.reshape(-1))
+    if bias is not None:
+        y = y + bias.float()
+    return y.to(x.dtype)

@@ -1,0 +1,204 @@
+"""A model on the meta device: every module, no weights, built from config.json alone. No `from_pretrained`.
+
+Finds the decoder blocks and maps parameter names to checkpoint names with transformers' own renaming rules.
+Read `checkpoint/materialize.py` for how a part of it comes to life.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoround_fp8.checkpoint.reader import read_json
+from autoround_fp8.errors import CheckpointError, ConfigError, UnsupportedModelError
+from autoround_fp8.models.families import REFUSED
+
+
+@dataclass(frozen=True, kw_only=True)
+class Skeleton:
+    """A model whose weights are (mostly) still on disk.
+
+    Attributes:
+        model: The transformers model, in eval mode, parameters on meta.
+        config: Its transformers config, without any quantization_config.
+        block_names: Module names of the decoder blocks, in order (`model.layers.0` ...).
+        sources: Parameter or buffer name in the model -> tensor name in the checkpoint.
+    """
+
+    model: Any
+    config: Any
+    block_names: tuple[str, ...]
+    sources: dict[str, str]
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """The decoder blocks, in order."""
+        return [self.model.get_submodule(name) for name in self.block_names]
+
+    @property
+    def container_name(self) -> str:
+        """Module name of the list that holds the blocks (`model.layers`)."""
+        return self.block_names[0].rpartition(".")[0]
+
+    @property
+    def max_positions(self) -> int | None:
+        """Longest sequence the model was made for, in tokens."""
+        return getattr(self.config.get_text_config(decoder=True), "max_position_embeddings", None)
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the input embedding."""
+        return int(self.model.get_input_embeddings().weight.shape[0])
+
+
+def load_config(folder: Path, *, trust_remote_code: bool = False) -> tuple[dict[str, Any], Any]:
+    """Reads a checkpoint's config.
+
+    Returns:
+        The JSON as it is, and the transformers config without its `quantization_config`.
+
+    Raises:
+        CheckpointError: If config.json is missing or damaged.
+        ConfigError: If the model needs code from its folder and `trust_remote_code` is off.
+        UnsupportedModelError: If transformers does not know the model type.
+    """
+    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    raw = read_json(folder / "config.json")
+    if not isinstance(raw, dict):
+        raise CheckpointError(f"{folder / 'config.json'} is not a JSON object")
+    model_type = raw.get("model_type")
+    known = model_type in CONFIG_MAPPING
+    if raw.get("auto_map") and not known and not trust_remote_code:
+        raise ConfigError(
+            f"model {str(folder)!r} (model_type {model_type!r}) brings its own code, which is run only with "
+            "--trust_remote_code (off by default, unlike AutoRound's)"
+        )
+    if not known and not raw.get("auto_map"):
+        raise UnsupportedModelError(f"model_type {model_type!r} of {str(folder)!r} is not known to the installed transformers")
+    if model_type in REFUSED:
+        raise UnsupportedModelError(f"model_type {model_type!r} is not supported: {REFUSED[model_type]}")
+    fields = {key: value for key, value in raw.items() if key != "quantization_config"}
+    try:
+        if known:
+            config = CONFIG_MAPPING[model_type].from_dict(fields)
+        else:
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+            if hasattr(config, "quantization_config"):
+                del config.quantization_config
+    except (ValueError, TypeError, KeyError, AttributeError) as e:
+        raise CheckpointError(f"transformers cannot read {folder / 'config.json'}: {e}") from e
+    return raw, config
+
+
+def source_dtype(raw_config: dict[str, Any]) -> torch.dtype:
+    """The dtype a checkpoint's config names (`dtype`, formerly `torch_dtype`); bfloat16 if none.
+
+    Raises:
+        CheckpointError: If it is no dtype that models are run in.
+    """
+    text = raw_config.get("text_config") or {}
+    name = raw_config.get("dtype") or raw_config.get("torch_dtype") or text.get("dtype") or text.get("torch_dtype")
+    dtype = getattr(torch, str(name or "bfloat16").removeprefix("torch."), None)
+    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise CheckpointError(f"dtype {name!r} in config.json is not bfloat16, float16 or float32")
+    return dtype
+
+
+def build_skeleton(config: Any, tensor_names: Iterable[str], dtype: torch.dtype, *, trust_remote_code: bool = False) -> Skeleton:
+    """Builds the model on meta and maps its parameters to the checkpoint's tensors.
+
+    Args:
+        config: transformers config without `quantization_config`.
+        tensor_names: Tensor names of the checkpoint.
+        dtype: dtype the model computes in.
+
+    Raises:
+        UnsupportedModelError: If there is no causal LM class, no list of decoder blocks, or a parameter without a tensor.
+    """
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+    except ValueError as e:
+        raise UnsupportedModelError(f"no causal language model for model_type {config.model_type!r}: {e}") from e
+    model.eval()
+    model.requires_grad_(False)
+    names = find_blocks(model, config)
+    return Skeleton(model=model, config=config, block_names=names, sources=map_names(model, tensor_names))
+
+
+def find_blocks(model: nn.Module, config: Any) -> tuple[str, ...]:
+    """Module names of the decoder blocks: the one ModuleList of decoder layers with `num_hidden_layers` entries.
+
+    Raises:
+        UnsupportedModelError: If none or several lists qualify.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    text_config = config.get_text_config(decoder=True)
+    count = getattr(text_config, "num_hidden_layers", None)
+    lists = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count]
+    found = [n for n, m in lists if all(isinstance(layer, GradientCheckpointingLayer) for layer in m)]
+    found = found or [n for n, m in lists if len({type(layer) for layer in m}) == 1 and "." not in n.partition("layers")[2]]
+    if len(found) != 1:
+        raise UnsupportedModelError(
+            f"cannot tell the decoder blocks of model_type {config.model_type!r}: {len(found)} lists with "
+            f"num_hidden_layers ({count}) layers{': ' + ', '.join(found) if found else ''}"
+        )
+    return tuple(f"{found[0]}.{i}" for i in range(count))
+
+
+def map_names(model: Any, tensor_names: Iterable[str]) -> dict[str, str]:
+    """Maps the model's parameter and buffer names to checkpoint tensors by transformers' renaming rules.
+
+    Raises:
+        UnsupportedModelError: If a parameter has no tensor, two tensors claim one parameter, or a parameter would have to
+            be computed from several tensors.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, rename_source_key
+
+    state = model.state_dict()
+    transforms = get_model_conversion_mapping(model)
+    converters = [t for t in transforms if isinstance(t, WeightConverter)]
+    renamings = [t for t in transforms if not isinstance(t, WeightConverter)]
+    sources: dict[str, str] = {}
+    for name in sorted(tensor_names):
+        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
+        if pattern is not None and target in state:
+            raise UnsupportedModelError(f"parameter {target!r} is made from several tensors ({name!r} ...); not supported yet")
+        if target not in state:
+            continue
+        if target in sources:
+            raise CheckpointError(f"tensors {sources[target]!r} and {name!r} both belong to parameter {target!r}")
+        sources[target] = name
+    tied = {**model.all_tied_weights_keys, **{v: k for k, v in model.all_tied_weights_keys.items()}}
+    missing = [n for n in state if n not in sources and tied.get(n) not in sources]
+    if missing:
+        raise CheckpointError(f"the checkpoint lacks {len(missing)} tensors of {type(model).__name__}, first {missing[0]!r}")
+    return sources
+
+
+def is_never_quantized_type(module: nn.Module) -> bool:
+    """Whether a Linear is of a subclass: routers and the like carry their own forward."""
+    return type(module) is not nn.Linear
+
+
+def shares_tied_weight(model: Any, name: str) -> bool:
+    """Whether a parameter is tied to another one of the model."""
+    keys = model.all_tied_weights_keys
+    return name in keys or name in keys.values()
+
+
+def strip_weight(name: str) -> str:
+    """`model.layers.0.mlp.up_proj.weight` -> `model.layers.0.mlp.up_proj`."""
+    return re.sub(r"\.weight$", "", name)
