@@ -51,7 +51,9 @@ class ChatRenderer:
     def render(self, chat: Chat) -> RenderedText | None:
         """The text of one conversation; None if the template refuses it even without its system message."""
         if not self._has_template:
-            self._warn_once(f"{self._source}: the tokenizer has no chat template; conversations are used as 'role: content'")
+            self._warn_once(
+                f"{self._source}: the tokenizer has no chat template; conversations are used as 'role: content'"
+            )
             text = "\n".join(f"{message['role']}: {message['content']}" for message in chat)
             return RenderedText(text=text, add_special_tokens=True)
         try:

@@ -99,7 +99,9 @@ def _records_of_mapping(row: Mapping[str, Any], source: str) -> Iterator[Record 
     elif isinstance(value, str):
         yield value if value.strip() else None
     else:
-        raise DataError(f"{source} has a text of type {type(value).__name__} ({str(value)[:40]}); texts must be strings")
+        raise DataError(
+            f"{source} has a text of type {type(value).__name__} ({str(value)[:40]}); texts must be strings"
+        )
 
 
 def _rows_of_columns(columns: Mapping[str, Any], source: str) -> Iterator[dict[str, Any]]:
@@ -142,7 +144,9 @@ def _chat(messages: Any, source: str) -> Chat | None:
 
 
 def _content_text(content: Any, source: str) -> str:
-    if isinstance(content, list | tuple):  # typed parts, as multimodal data has them; only their text concerns a language model
+    if isinstance(
+        content, list | tuple
+    ):  # typed parts, as multimodal data has them; only their text concerns a language model
         content = "".join(str(p.get("text") or "") if isinstance(p, Mapping) else str(p) for p in content)
     if content is None:
         return ""
@@ -199,14 +203,20 @@ def _as_integers(values: Any, what: str, source: str) -> torch.Tensor:
         tensor = torch.as_tensor(values).detach().cpu()
     except (TypeError, ValueError, RuntimeError, OverflowError) as e:
         raise DataError(f"{source} has {what} that are not whole numbers: {e}") from e
-    if tensor.dtype.is_floating_point or tensor.dtype.is_complex or (tensor.dtype == torch.bool and what == "input_ids"):
+    if (
+        tensor.dtype.is_floating_point
+        or tensor.dtype.is_complex
+        or (tensor.dtype == torch.bool and what == "input_ids")
+    ):
         raise DataError(f"{source} has {what} of type {tensor.dtype}; token ids are whole numbers")
     # A copy: what the caller does to its tensors later must not change the samples.
     return tensor.to(torch.int64, copy=True)
 
 
 def _is_token_list(items: Sequence[Any]) -> bool:
-    return all(isinstance(item, int | np.integer) or (isinstance(item, torch.Tensor) and item.ndim == 0) for item in items)
+    return all(
+        isinstance(item, int | np.integer) or (isinstance(item, torch.Tensor) and item.ndim == 0) for item in items
+    )
 
 
 def _is_empty(value: Any) -> bool:

@@ -136,7 +136,9 @@ def _open(dataset: Any, nsamples: int, seed: int) -> Iterator[tuple[DatasetSpec,
     for spec, share in zip(specs, shares, strict=True):
         if spec.name == BUILTIN:
             if spec.split is not None or spec.config is not None:
-                raise ConfigError(f"split= and config= do not apply to data set {BUILTIN!r}; only hub data sets have them")
+                raise ConfigError(
+                    f"split= and config= do not apply to data set {BUILTIN!r}; only hub data sets have them"
+                )
             yield spec, iter_builtin_texts(seed), share
         elif is_local(spec.name):
             yield spec, read_file_rows(spec.name, spec.split, spec.config), share
@@ -156,7 +158,9 @@ def _python_rows(dataset: Any, seed: int) -> Iterator[Any]:
     if isinstance(dataset, bytes | bytearray | set | frozenset) or is_table or not isinstance(dataset, Iterable):
         raise TypeError(f"dataset is {type(dataset).__name__}; accepted is {ACCEPTED_TYPES}")
     if isinstance(dataset, list | tuple):
-        files = [row for row in dataset if isinstance(row, str) and row.endswith(tuple(READERS)) and os.path.isfile(row)]
+        files = [
+            row for row in dataset if isinstance(row, str) and row.endswith(tuple(READERS)) and os.path.isfile(row)
+        ]
         if files:
             raise ConfigError(
                 f"a list of strings is taken as texts, but {files[0]!r} is a file; join file names to one string with commas"
@@ -167,7 +171,9 @@ def _python_rows(dataset: Any, seed: int) -> Iterator[Any]:
         # A loader draws from torch's global generator: the caller's must stay as it is, and a shuffle must follow the seed.
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
-            yield from (_rows_of_collated(batch) if dataset.collate_fn is default_collate else batch for batch in dataset)
+            yield from (
+                _rows_of_collated(batch) if dataset.collate_fn is default_collate else batch for batch in dataset
+            )
     else:
         yield from dataset
 
@@ -181,9 +187,7 @@ def _rows_of_collated(batch: Any) -> Any:
     return batch
 
 
-def _draw(
-    spec: DatasetSpec, rows: Iterator[Any], tokenizer: Any, share: int, seqlen: int, seed: int
-) -> _Draw:
+def _draw(spec: DatasetSpec, rows: Iterator[Any], tokenizer: Any, share: int, seqlen: int, seed: int) -> _Draw:
     """Draws the share of one data set.
 
     Raises:
@@ -206,7 +210,9 @@ def _draw(
     if encoder.num_refused:
         problem = f"the chat template refused {encoder.num_refused} conversations ({encoder.first_refusal})"
         if not samples:
-            raise DataError(f"{spec.name} gives no calibration sample: {problem}; give other data or a tokenizer that fits")
+            raise DataError(
+                f"{spec.name} gives no calibration sample: {problem}; give other data or a tokenizer that fits"
+            )
         logger.warning("%s: %s; they are skipped", spec.name, problem)
     if not samples:
         raise DataError(f"{spec.name} gives no calibration sample: its text has no tokens; give other data")

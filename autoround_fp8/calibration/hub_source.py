@@ -43,7 +43,9 @@ def read_hub_rows(name: str, split: str | None = None, config: str | None = None
     offline = datasets.config.HF_HUB_OFFLINE
     reachable = not offline and is_reachable(datasets.config.HF_ENDPOINT)
     if not reachable and not _is_cached(name, Path(datasets.config.HF_DATASETS_CACHE)):
-        reason = "offline mode is on (HF_HUB_OFFLINE)" if offline else f"{datasets.config.HF_ENDPOINT} cannot be reached"
+        reason = (
+            "offline mode is on (HF_HUB_OFFLINE)" if offline else f"{datasets.config.HF_ENDPOINT} cannot be reached"
+        )
         raise DataError(f"data set {name!r} cannot be loaded: {reason}, and it is not in the local cache; {_WAY_OUT}")
     if not reachable:
         logger.warning("Data set %r is read from the local cache: the hub cannot be reached", name)

@@ -113,7 +113,9 @@ def tokenize(texts: list[str], tokenizer: Any, add_special_tokens: bool = True) 
     """
     with _unchanged(tokenizer):
         # verbose=False: the note that a text is longer than the model's context does not concern us, windows are cut from it.
-        encoded = tokenizer(texts, add_special_tokens=add_special_tokens, padding=False, truncation=False, verbose=False)
+        encoded = tokenizer(
+            texts, add_special_tokens=add_special_tokens, padding=False, truncation=False, verbose=False
+        )
     return [torch.tensor(ids, dtype=torch.int64) for ids in encoded["input_ids"]]
 
 

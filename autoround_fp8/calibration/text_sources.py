@@ -101,7 +101,9 @@ def _read_json(path: Path) -> Iterator[Any]:
     elif isinstance(content, dict):
         yield content
     else:
-        raise DataError(f"data file {str(path)!r} holds a single {type(content).__name__}; a list or an object is needed")
+        raise DataError(
+            f"data file {str(path)!r} holds a single {type(content).__name__}; a list or an object is needed"
+        )
 
 
 def _read_parquet(path: Path) -> Iterator[Any]:
