@@ -1,7 +1,7 @@
 """The default calibration text: English and source code that every CPython installation has.
 
-Python's reference topics and docstrings, alternating with its standard library's source code. Needs no network and no file of
-the user; the text depends on the Python version only.
+Python's reference topics and docstrings, alternating with its standard library's source code. Needs no network and no
+file of the user; the text depends on the Python version only.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import ast
 import importlib
 import random
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 PIECE_CHARS = 8000  # about 2000 tokens: many topics and modules get into a small sample
@@ -23,7 +23,7 @@ _PACKAGES = (
 )
 
 
-def iter_builtin_texts(seed: int) -> Iterator[str]:
+def iter_builtin_texts(seed: int) -> Generator[str, None, None]:
     """English and code pieces in turn, in an order drawn from the seed, until both are used up.
 
     Args:
@@ -78,7 +78,7 @@ def _topics() -> list[str]:
 
 
 def _library_sources() -> list[str]:
-    """The source of the standard library's modules, in the order of their paths; empty where only byte code is installed."""
+    """The source of the standard library's modules, in path order; empty if only byte code is installed."""
     root = Path(sysconfig.get_path("stdlib"))
     paths = [path for folder in ("", *_PACKAGES) for path in sorted((root / folder).glob("*.py"))]
     sources = []

@@ -1,7 +1,7 @@
 """Conversations -> the text a model would see, through the tokenizer's own chat template.
 
-Templates are programs of model authors: some are missing, some refuse a system message, some refuse whole conversations. Read
-`record_encoder.py` for what becomes of the text.
+Templates are programs of model authors: some are missing, some refuse a system message, some refuse whole
+conversations. Read `record_encoder.py` for what becomes of the text.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from autoround_fp8.calibration.data_rows import Chat
 
 logger = logging.getLogger(__name__)
 
-# What a template raises when it does not like a conversation: on purpose (TemplateError), or because it expects other values.
+# What a template raises when it does not like a conversation: on purpose (TemplateError), or for want of some value.
 _REFUSALS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RenderedText:
-    """A text to tokenise, and whether the tokenizer's special tokens still have to be added (a template writes its own)."""
+    """A text to tokenise, and whether the tokenizer's special tokens are still to be added (templates write them)."""
 
     text: str
     add_special_tokens: bool
@@ -88,7 +88,7 @@ class ChatRenderer:
 
 
 def merge_system_message(chat: Chat) -> Chat:
-    """The conversation with its system messages put in front of the first user message, or dropped if no user speaks."""
+    """The conversation with its system messages put before the first user message, or dropped if no user speaks."""
     system = "\n\n".join(message["content"] for message in chat if message["role"] == "system")
     rest = [dict(message) for message in chat if message["role"] != "system"]
     for message in rest:

@@ -1,7 +1,7 @@
 """Rows and batches in all the shapes users have them -> records: a text, a conversation, or token ids.
 
-What a row looks like is decided here only, for files, hub data sets and Python objects alike. Read `text_sources.py` for where
-rows come from and `record_encoder.py` for how records become tokens.
+What a row looks like is decided here only, for files, hub data sets and Python objects alike. Read `text_sources.py`
+for where rows come from and `record_encoder.py` for how records become tokens.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ Record: TypeAlias = str | Chat | torch.Tensor  # text, conversation, or int64 to
 ACCEPTED_COLUMNS = ("input_ids", "messages", "conversations", "text", "prompt")
 COMPANION_COLUMNS = ("attention_mask", "response", "completion")
 ACCEPTED_TYPES = (
-    "a string (`builtin`, a file, a hub name, or a comma list of them), a list of strings, a list of token lists or tensors, "
-    "a list of dicts, a tensor [rows, tokens], a BatchEncoding, or a DataLoader or other iterable that yields these"
+    "a string (`builtin`, a file, a hub name, or a comma list of them), a list of strings, token lists, tensors or "
+    "dicts, a tensor [rows, tokens], a BatchEncoding, or a DataLoader or other iterable that yields these"
 )
 # ShareGPT's names of who speaks -> the names chat templates know.
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant"}
@@ -32,8 +32,8 @@ def iter_records(item: Any, source: str) -> Iterator[Record | None]:
     """The records of one row or one batch of rows.
 
     Args:
-        item: A string, a mapping (one row, or columns of rows), token ids `[tokens]` or `[rows, tokens]` as a tensor, array or
-            list, a conversation as a list of messages, or a list of any of these.
+        item: A string, a mapping (one row, or columns of rows), token ids `[tokens]` or `[rows, tokens]` as a tensor,
+            array or list, a conversation as a list of messages, or a list of any of these.
         source: What the row belongs to, for messages.
 
     Yields:
@@ -78,8 +78,8 @@ def _records_of_mapping(row: Mapping[str, Any], source: str) -> Iterator[Record 
     known = [column for column in ACCEPTED_COLUMNS if column in row]
     if not known:
         raise DataError(
-            f"{source} has the columns {', '.join(map(str, row)) or '(none)'}; accepted are {', '.join(ACCEPTED_COLUMNS)} "
-            f"(prompt may come with response, input_ids with attention_mask)"
+            f"{source} has the columns {', '.join(map(str, row)) or '(none)'}; accepted are "
+            f"{', '.join(ACCEPTED_COLUMNS)} (prompt may come with response, input_ids with attention_mask)"
         )
     column = next((column for column in known if not _is_empty(row[column])), None)
     if column is None:
@@ -190,8 +190,8 @@ def _without_padding(ids: torch.Tensor, mask: Any, source: str) -> torch.Tensor 
     first, last = int(real[0]), int(real[-1])
     if last - first + 1 != len(real):
         raise DataError(
-            f"{source} has an attention_mask with masked tokens between real ones; only padding at the left or the right can be "
-            f"removed: pass separate rows"
+            f"{source} has an attention_mask with masked tokens between real ones; only padding at the left "
+            f"or the right can be removed: pass separate rows"
         )
     return ids[first : last + 1]
 

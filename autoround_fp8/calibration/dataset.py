@@ -1,7 +1,8 @@
 """What the user calls a data set -> token samples for calibration: `load_calibration_data` is the way in.
 
-Sources (`text_sources.py`, `hub_source.py`, `builtin_text.py`, Python objects) give rows; `data_rows.py` makes records of them,
-`record_encoder.py` token ids, `packing.py` samples and batches. No model is needed: everything wrong with the data shows here.
+Sources (`text_sources.py`, `hub_source.py`, `builtin_text.py`, Python objects) give rows; `data_rows.py` makes records
+of them, `record_encoder.py` token ids, `packing.py` samples and batches. No model is needed: everything wrong with the
+data shows here.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import logging
 import os
 import random
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,8 +35,8 @@ __all__ = ["BUILTIN", "CalibrationData", "load_calibration_data", "make_batches"
 logger = logging.getLogger(__name__)
 
 BUILTIN = "builtin"
-# How much of a large or endless source is read before the draw: at least this many records, and this many characters per token
-# that is wanted, but never more than the last bound holds in memory.
+# How much of a large or endless source is read before the draw: at least this many records, and this many characters
+# per token that is wanted, but never more characters than the last bound.
 _MIN_RECORDS = 10_000
 _CHARS_PER_TOKEN = 32
 _MAX_CHARS = 2**28
@@ -62,7 +64,7 @@ class CalibrationData:
 
 @dataclass(frozen=True, kw_only=True)
 class _Draw:
-    """What one data set gave: samples `[tokens]` each, a description, and whether all of its text was too little."""
+    """What one data set gave: samples `[tokens]` each, a description, and whether that is well below what was asked."""
 
     samples: list[torch.Tensor]
     description: str
@@ -81,13 +83,15 @@ def load_calibration_data(
 ) -> CalibrationData:
     """Reads data sets and draws token samples from them; the same arguments give the same samples.
 
-    Records are drawn in an order that the seed decides. If there are more texts than samples, texts shorter than `seqlen` are
-    joined to samples of exactly `seqlen` tokens; otherwise each is a sample. Longer ones give their first `seqlen` tokens, and
-    more windows if there is too little else. Rows of token ids are never joined, unless the `concat` option asks for it.
+    Records are drawn in an order that the seed decides. If there are more texts than samples, texts shorter than
+    `seqlen` are joined to samples of exactly `seqlen` tokens; otherwise each is a sample. Longer ones give their first
+    `seqlen` tokens, and more windows if there is too little else. Rows of token ids are never joined, unless the
+    `concat` option asks for it.
 
     Args:
         dataset: A string (`builtin`, a file, a folder, a hub name, or a comma list of these with options, see
-            `dataset_spec.py`), strings, token ids, dicts, a tensor `[rows, tokens]`, a BatchEncoding, or an iterable of such.
+            `dataset_spec.py`), strings, token ids, dicts, a tensor `[rows, tokens]`, a BatchEncoding, or an iterable of
+            such.
         tokenizer: A Hugging Face tokenizer; None if the data are token ids. It is not changed.
         nsamples: Samples wanted; `num=` options override it.
         seqlen: Most tokens of a sample.
@@ -118,13 +122,13 @@ def load_calibration_data(
         _check_vocabulary(draws, vocab_size)
     if any(draw.is_short for draw in draws):
         logger.warning(
-            "Calibration uses %d samples with %d tokens; %d samples with %d tokens were asked for, but the data give no more (%s)",
+            "Calibration data are few: %d samples with %d tokens, of %d samples with up to %d tokens asked for (%s)",
             *(len(samples), data.num_tokens, asked, asked * seqlen, "; ".join(sources)),
         )
     return data
 
 
-def _open(dataset: Any, nsamples: int, seed: int) -> Iterator[tuple[DatasetSpec, Iterator[Any], int]]:
+def _open(dataset: Any, nsamples: int, seed: int) -> Iterator[tuple[DatasetSpec, Generator[Any, None, None], int]]:
     """Each data set with its rows, still unread, and the samples it is to give."""
     if not isinstance(dataset, str | os.PathLike):
         yield DatasetSpec(name=f"dataset ({type(dataset).__name__})"), _python_rows(dataset, seed), nsamples
@@ -146,7 +150,7 @@ def _open(dataset: Any, nsamples: int, seed: int) -> Iterator[tuple[DatasetSpec,
             yield spec, read_hub_rows(spec.name, spec.split, spec.config), share
 
 
-def _python_rows(dataset: Any, seed: int) -> Iterator[Any]:
+def _python_rows(dataset: Any, seed: int) -> Generator[Any, None, None]:
     """The rows or batches of a Python object.
 
     Raises:
@@ -163,12 +167,13 @@ def _python_rows(dataset: Any, seed: int) -> Iterator[Any]:
         ]
         if files:
             raise ConfigError(
-                f"a list of strings is taken as texts, but {files[0]!r} is a file; join file names to one string with commas"
+                f"a list of strings is taken as texts, but {files[0]!r} is a file; "
+                f"join file names to one string with commas"
             )
     if isinstance(dataset, Mapping | torch.Tensor | np.ndarray):
         yield dataset
     elif isinstance(dataset, DataLoader):
-        # A loader draws from torch's global generator: the caller's must stay as it is, and a shuffle must follow the seed.
+        # A loader draws from torch's global generator: the caller's must stay as it is, a shuffle must follow the seed.
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             yield from (
@@ -179,7 +184,7 @@ def _python_rows(dataset: Any, seed: int) -> Iterator[Any]:
 
 
 def _rows_of_collated(batch: Any) -> Any:
-    """Undoes what the default collation does to rows that are lists: it makes one tensor `[rows]` per position of them."""
+    """Undoes what the default collation does to rows that are lists: it makes a tensor `[rows]` per position."""
     if isinstance(batch, Mapping):
         return {key: _rows_of_collated(value) for key, value in batch.items()}
     if isinstance(batch, list | tuple) and batch and all(isinstance(t, torch.Tensor) and t.ndim == 1 for t in batch):
@@ -187,7 +192,9 @@ def _rows_of_collated(batch: Any) -> Any:
     return batch
 
 
-def _draw(spec: DatasetSpec, rows: Iterator[Any], tokenizer: Any, share: int, seqlen: int, seed: int) -> _Draw:
+def _draw(
+    spec: DatasetSpec, rows: Generator[Any, None, None], tokenizer: Any, share: int, seqlen: int, seed: int
+) -> _Draw:
     """Draws the share of one data set.
 
     Raises:
@@ -201,7 +208,8 @@ def _draw(spec: DatasetSpec, rows: Iterator[Any], tokenizer: Any, share: int, se
         records: Iterable[Record] = rows  # endless enough, and in the seed's order already
         pack, available = True, ""
     else:
-        kept = _read_records(rows, spec.name, share * seqlen)
+        with closing(rows):  # reading may stop early; files and the random state are given back now
+            kept = _read_records(rows, spec.name, share * seqlen)
         random.Random(seed).shuffle(kept)
         is_text = not any(isinstance(record, torch.Tensor) for record in kept)
         # With no more texts than samples, joining would only make fewer samples of the same tokens.
@@ -217,7 +225,7 @@ def _draw(spec: DatasetSpec, rows: Iterator[Any], tokenizer: Any, share: int, se
     if not samples:
         raise DataError(f"{spec.name} gives no calibration sample: its text has no tokens; give other data")
     num_tokens = sum(len(sample) for sample in samples)
-    is_short = len(samples) < share or (is_text and num_tokens < share * seqlen)
+    is_short = len(samples) < share or (is_text and num_tokens < share * seqlen / 2)
     description = (
         f"{spec.name}: {len(samples)} samples, {num_tokens} tokens, from {encoder.num_encoded}{available} records, "
         f"at most seqlen ({seqlen}) tokens each"

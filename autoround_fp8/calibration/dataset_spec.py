@@ -1,6 +1,6 @@
 """The `--dataset` text: which data sets to read, how much of each, and how.
 
-`a.jsonl:num=256,mbpp:num=128:split=train:concat` is parsed here; nothing is opened. Read `dataset.py` for what happens next.
+`a.jsonl:num=256,mbpp:num=128:split=train:concat` is parsed here; nothing is opened. Read `dataset.py` for what follows.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class DatasetSpec:
 def parse_dataset_spec(text: str) -> tuple[DatasetSpec, ...]:
     """Parses a comma list of `name_or_path[:option...]`.
 
-    A value that contains a comma or a colon is quoted: `a.json:system_prompt="Be brief, please"`. Text that is the path of an
-    existing file is taken as that path.
+    A value that contains a comma or a colon is quoted: `a.json:system_prompt="Be brief, please"`. Text that is the path
+    of an existing file is taken as that path.
 
     Raises:
         ConfigError: On an empty entry, an unknown option or a bad value.

@@ -1,7 +1,7 @@
 """Data sets of the Hugging Face hub -> rows, quickly or with a quick error.
 
-Rows are streamed, so that a huge data set costs what is read of it. Without a network, what `datasets` has cached is used; if it
-has nothing, the error comes within seconds instead of after the hub client's retries.
+Rows are streamed, so that a huge data set costs what is read of it. Without a network, what `datasets` has cached is
+used; if it has nothing, the error comes within seconds instead of after the hub client's retries.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import ssl
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ PROBE_SECONDS = 5.0
 _WAY_OUT = "use `--dataset builtin` (needs no network) or a local .json, .jsonl, .txt or .parquet file"
 
 
-def read_hub_rows(name: str, split: str | None = None, config: str | None = None) -> Iterator[Any]:
+def read_hub_rows(name: str, split: str | None = None, config: str | None = None) -> Generator[Any, None, None]:
     """The rows of one split of a hub data set, in the hub's order.
 
     Args:
@@ -90,5 +90,9 @@ def is_reachable(endpoint: str, seconds: float = PROBE_SECONDS) -> bool:
 
 def _is_cached(name: str, cache: Path) -> bool:
     """Whether `datasets` has prepared this data set before: its folder is `owner___name`."""
-    folder = name.replace("/", "___").lower()
-    return cache.is_dir() and any(entry.name.lower() == folder for entry in cache.iterdir())
+
+    def plain(folder: str) -> str:
+        return folder.replace("_", "").lower()  # `datasets` turns MyData into my_data
+
+    wanted = plain(name.replace("/", "___"))
+    return cache.is_dir() and any(plain(entry.name) == wanted for entry in cache.iterdir())

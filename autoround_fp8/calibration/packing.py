@@ -1,7 +1,7 @@
 """Token ids of records -> calibration samples -> batches, without a single padding token.
 
-A padding token would count in every activation range and make results depend on the batch size. So short texts are joined instead
-of filled up, and only samples of equal length share a batch.
+A padding token would count in every activation range and make results depend on the batch size. So short texts are
+joined instead of filled up, and only samples of equal length share a batch.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def collect_samples(
 ) -> list[torch.Tensor]:
     """Makes up to `count` samples, and stops reading when there are enough.
 
-    A record of at least `seqlen` tokens gives its first `seqlen`; shorter ones are packed, or are a sample each. If the records
-    run out, what long ones had left over is used as well, in windows; a sample shorter than `seqlen` comes last.
+    A record of at least `seqlen` tokens gives its first `seqlen`; shorter ones are packed, or are a sample each. If the
+    records run out, what long ones had left over is used as well, in windows; what is shorter than `seqlen` comes last.
 
     Args:
         pieces: Token ids of the records, int64 `[tokens]` each.

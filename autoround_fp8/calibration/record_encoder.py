@@ -112,7 +112,7 @@ def tokenize(texts: list[str], tokenizer: Any, add_special_tokens: bool = True) 
         add_special_tokens: Whether the tokenizer adds what it adds by default (BOS, EOS).
     """
     with _unchanged(tokenizer):
-        # verbose=False: the note that a text is longer than the model's context does not concern us, windows are cut from it.
+        # verbose=False: the note that a text is longer than the model's context does not concern us, it will be cut.
         encoded = tokenizer(
             texts, add_special_tokens=add_special_tokens, padding=False, truncation=False, verbose=False
         )
@@ -121,7 +121,7 @@ def tokenize(texts: list[str], tokenizer: Any, add_special_tokens: bool = True) 
 
 @contextmanager
 def _unchanged(tokenizer: Any) -> Iterator[None]:
-    """Restores truncation and padding of a fast tokenizer: a call without them deletes what its file says about them."""
+    """Restores truncation and padding of a fast tokenizer: a call without them deletes what its file says on them."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     truncation, padding = getattr(backend, "truncation", None), getattr(backend, "padding", None)
     try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ def is_local(name: str) -> bool:
     return path.exists() or path.suffix.lower() in READERS or name.startswith(("/", "./", "../", "~"))
 
 
-def read_file_rows(name: str, split: str | None = None, config: str | None = None) -> Iterator[Any]:
+def read_file_rows(name: str, split: str | None = None, config: str | None = None) -> Generator[Any, None, None]:
     """The rows of a local file, or of all data files of a folder in the order of their names.
 
     Args:

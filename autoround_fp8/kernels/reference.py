@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
+from autoround_fp8.kernels.base import LinearProblem
 from autoround_fp8.numerics.fp8 import quantize_fp8
 
 
@@ -32,3 +33,24 @@ def reference_linear(
     if bias is not None:
         y = y + bias.float()
     return y.to(x.dtype)
+
+
+class ReferenceKernel:
+    """The oracle as a kernel; runs anywhere."""
+
+    name = "reference"
+
+    def unsupported_reason(self, problem: LinearProblem) -> str | None:
+        """Always None: the oracle computes every layer."""
+        return None
+
+    def linear(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        weight_scale: torch.Tensor,
+        input_scale: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """`reference_linear`."""
+        return reference_linear(x, weight, weight_scale, input_scale, bias)
