@@ -27,6 +27,7 @@ setup(
         "datasets>=4.0",
         "safetensors>=0.6",
         "tqdm>=4.60",
+        "packaging>=23",
     ],
     extras_require={
         "eval": EVAL,

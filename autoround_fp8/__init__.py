@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from autoround_fp8.evaluation.lm_eval_registration import register_lm_eval_backend
 from autoround_fp8.version import __version__
 
 if TYPE_CHECKING:
@@ -38,3 +39,7 @@ def __getattr__(name: str) -> Any:
     import importlib
 
     return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+# lm-eval has no plug-in loading, so its users import this package to get model="autoround_fp8".
+register_lm_eval_backend()

@@ -154,7 +154,9 @@ class AutoRound:
             ConfigError: If `quantize` was not called before.
         """
         if self._result is None:
-            raise ConfigError("save_quantized needs the result of quantize(); call that first, or use quantize_and_save")
+            raise ConfigError(
+                "save_quantized needs the result of quantize(); call that first, or use quantize_and_save"
+            )
         run, sink, result = self._result
         config = self._save_config(format, max_shard_size, overwrite)
         # The layout depends on the shard size, so the plan is made anew; the layers are the ones quantize() made.

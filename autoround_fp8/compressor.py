@@ -208,7 +208,9 @@ class BlockwiseCompressor:
     ) -> list[torch.Tensor]:
         """The block's outputs with its layers as they will be served: the same kernel as the reloaded model's."""
         model = self._plan.skeleton.model
-        forwards = {model.get_submodule(name): simulated_forward(layer, self._device) for name, layer in quantized.items()}
+        forwards = {
+            model.get_submodule(name): simulated_forward(layer, self._device) for name, layer in quantized.items()
+        }
         with swapped_forwards(forwards):
             return [run_block(block, calls.inputs(b, index), self._device) for b in range(len(calls.calls))]
 

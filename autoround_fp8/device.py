@@ -1,12 +1,11 @@
 """Devices and memory: which device a user's word means, what it can do, how much is used.
 
-The only place that asks torch about CUDA or the CPU's abilities. Imports torch lazily nowhere: torch is needed anyway.
+The only place that asks torch about CUDA or the CPU's abilities.
 """
 
 from __future__ import annotations
 
 import ctypes
-import gc
 import resource
 import sys
 
@@ -52,8 +51,7 @@ def has_fast_bfloat16(device: torch.device) -> bool:
 
 
 def release_memory() -> None:
-    """Gives freed memory back to the system: Python's cycles, CUDA's cache, and glibc's free lists."""
-    gc.collect()
+    """Gives freed memory back to the system: CUDA's cache and glibc's free lists."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     if sys.platform == "linux":

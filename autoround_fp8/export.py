@@ -51,7 +51,10 @@ class MemorySink:
 
 
 def exported_config(
-    raw_config: Mapping[str, Any], plan: QuantizationPlan, checkpoint_format: CheckpointFormat, scheme: QuantizationScheme
+    raw_config: Mapping[str, Any],
+    plan: QuantizationPlan,
+    checkpoint_format: CheckpointFormat,
+    scheme: QuantizationScheme,
 ) -> dict[str, Any]:
     """The source's config.json plus the new quantization_config; nothing else changes."""
     prefixes = block_prefixes(plan.skeleton, plan.blocks)

@@ -145,9 +145,7 @@ def prepare(config: QuantizeConfig, source: ModelSource, tokenizer: Any = None) 
     device = resolve_device(config.device)
     check_source(source.raw_config, source.tensors)
     dtype = calibration_dtype(config, source_dtype(dict(source.raw_config)), has_fast_bfloat16(device))
-    skeleton = build_skeleton(
-        source.config, source.tensors.entries, dtype, trust_remote_code=config.trust_remote_code
-    )
+    skeleton = build_skeleton(source.config, source.tensors.entries, dtype, trust_remote_code=config.trust_remote_code)
     plan = make_plan(config, skeleton, source.tensors, checkpoint_format)
     if tokenizer is None:
         tokenizer = load_tokenizer(source, trust_remote_code=config.trust_remote_code)
@@ -262,7 +260,9 @@ def _open_in_memory(model: Any, tokenizer: Any) -> ModelSource:
     import json
 
     if any(tensor.device.type == "meta" for tensor in model.state_dict().values()):
-        raise UnsupportedModelError("some weights of the model are on the meta device or offloaded; give its folder instead")
+        raise UnsupportedModelError(
+            "some weights of the model are on the meta device or offloaded; give its folder instead"
+        )
     tied = set(model.all_tied_weights_keys)
     tensors = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
     raw_config = json.loads(model.config.to_json_string(use_diff=True))

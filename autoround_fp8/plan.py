@@ -82,9 +82,15 @@ def make_plan(
     linears = [linear for block in blocks for linear in block]
     quantized = {linear.fqn: linear for linear in linears if linear.scheme.is_quantized}
     if not quantized:
-        raise ConfigError(f"nothing would be quantised: none of the {len(linears)} linear layers in the blocks is left to do")
+        raise ConfigError(
+            f"nothing would be quantised: none of the {len(linears)} linear layers in the blocks is left to do"
+        )
     checkpoint_format.validate({fqn: linear.scheme for fqn, linear in quantized.items()})
-    tensors = [t for linear in quantized.values() for t in checkpoint_format.planned_tensors(linear.fqn, linear.shape, linear.scheme)]
+    tensors = [
+        t
+        for linear in quantized.values()
+        for t in checkpoint_format.planned_tensors(linear.fqn, linear.shape, linear.scheme)
+    ]
     made, consumed = {t.name for t in tensors}, {f"{fqn}.weight" for fqn in quantized}
     clash = sorted((made - consumed) & set(source.entries))
     if clash:
@@ -112,15 +118,15 @@ def check_source(raw_config: Mapping[str, Any], source: TensorSource) -> None:
     block = raw_config.get("quantization_config") or (raw_config.get("text_config") or {}).get("quantization_config")
     if block:
         method = block.get("quant_method", "unknown") if isinstance(block, dict) else "unknown"
-        raise ConfigError(
-            f"the model is already quantised (quant_method {method!r}); start from its 16-bit original"
-        )
+        raise ConfigError(f"the model is already quantised (quant_method {method!r}); start from its 16-bit original")
     for entry in source.entries.values():
         if entry.dtype.startswith("F8"):
             raise CheckpointError(f"tensor {entry.name!r} is {entry.dtype}, but config.json has no quantization_config")
 
 
-def _plan_block(name: str, skeleton: Skeleton, source: TensorSource, resolver: SchemeResolver) -> tuple[LinearPlan, ...]:
+def _plan_block(
+    name: str, skeleton: Skeleton, source: TensorSource, resolver: SchemeResolver
+) -> tuple[LinearPlan, ...]:
     block = skeleton.model.get_submodule(name)
     schemes: dict[str, tuple[str, nn.Linear, QuantizationScheme]] = {}
     for module_name, module in block.named_modules(prefix=name):
@@ -146,7 +152,9 @@ def _plan_block(name: str, skeleton: Skeleton, source: TensorSource, resolver: S
     )
 
 
-def _scheme_of(fqn: str, module: nn.Linear, skeleton: Skeleton, resolver: SchemeResolver, module_name: str) -> QuantizationScheme:
+def _scheme_of(
+    fqn: str, module: nn.Linear, skeleton: Skeleton, resolver: SchemeResolver, module_name: str
+) -> QuantizationScheme:
     scheme = resolver.resolve(fqn)
     keep = (
         type(module) is not nn.Linear
@@ -187,7 +195,9 @@ def _agree(module_name: str, schemes: Mapping[str, tuple[str, nn.Linear, Quantiz
         return UNQUANTIZED
     if any(scheme != own for scheme in found):
         names = ", ".join(schemes[m][0] for m in members)
-        raise ConfigError(f"layer_config gives {names} different schemes, but engines fuse them; give them the same one")
+        raise ConfigError(
+            f"layer_config gives {names} different schemes, but engines fuse them; give them the same one"
+        )
     return own
 
 

@@ -100,7 +100,9 @@ def _run_stubbed(
     def stub(index: int) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if index in calls:
-                raise UnsupportedModelError(f"decoder block {index} is called more than once in a forward; not supported")
+                raise UnsupportedModelError(
+                    f"decoder block {index} is called more than once in a forward; not supported"
+                )
             calls[index] = (args, kwargs)
             if index == len(blocks) - 1:
                 raise _Stop
@@ -119,7 +121,9 @@ def _run_stubbed(
     return [calls[i] for i in sorted(calls)]
 
 
-def _split(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, tuple[tuple[Any, ...], dict[str, Any]]]:
+def _split(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[torch.Tensor, tuple[tuple[Any, ...], dict[str, Any]]]:
     if args:
         return args[0], (args[1:], kwargs)
     rest = dict(kwargs)

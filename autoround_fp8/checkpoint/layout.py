@@ -99,7 +99,9 @@ def parse_size(text: str | int) -> int:
     return size
 
 
-def plan_layout(tensors: Iterable[PlannedTensor], source_names: Iterable[str], consumed: Iterable[str], max_shard_bytes: int) -> ExportLayout:
+def plan_layout(
+    tensors: Iterable[PlannedTensor], source_names: Iterable[str], consumed: Iterable[str], max_shard_bytes: int
+) -> ExportLayout:
     """Lays all tensors out into shards, after checking that nothing of the source is forgotten.
 
     Args:

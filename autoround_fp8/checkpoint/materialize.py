@@ -52,7 +52,9 @@ def read_checked(source: TensorSource, name: str, shape: tuple[int, ...], dtype:
         raise CheckpointError(f"tensor {name!r} has shape {list(entry.shape)}, the model expects {list(shape)}")
     stored = DTYPES[entry.dtype]
     if stored != dtype and (stored.itemsize == 1 or not stored.is_floating_point or dtype.itemsize == 1):
-        raise CheckpointError(f"tensor {name!r} is {entry.dtype}, the model expects {str(dtype).removeprefix('torch.')}")
+        raise CheckpointError(
+            f"tensor {name!r} is {entry.dtype}, the model expects {str(dtype).removeprefix('torch.')}"
+        )
     tensor = torch.empty(shape, dtype=dtype)
     flat, position = tensor.view(-1), 0
     # In pieces, so that a conversion never holds the tensor twice.

@@ -98,7 +98,9 @@ class CheckpointReader:
         for file in sorted(set(weight_map.values())) if weight_map is not None else [_single_file(self.folder)]:
             for entry in read_header(self.folder / file):
                 if entry.name in self._entries:
-                    raise CheckpointError(f"tensor {entry.name!r} is in two files: {self._entries[entry.name].file} and {file}")
+                    raise CheckpointError(
+                        f"tensor {entry.name!r} is in two files: {self._entries[entry.name].file} and {file}"
+                    )
                 self._entries[entry.name] = entry
         for name, file in (weight_map or {}).items():
             found = self._entries.get(name)
@@ -222,7 +224,9 @@ def read_header(path: Path) -> list[TensorEntry]:
             prefix = file.read(8)
             length = int.from_bytes(prefix, "little")
             if len(prefix) < 8 or length > min(_MAX_HEADER_BYTES, size - 8):
-                raise CheckpointError(f"{path} is not a safetensors file or was cut short: its header says {length} bytes")
+                raise CheckpointError(
+                    f"{path} is not a safetensors file or was cut short: its header says {length} bytes"
+                )
             raw = file.read(length)
     except OSError as e:
         raise CheckpointError(f"cannot read {path}: {e.strerror or e}") from e
@@ -241,7 +245,9 @@ def read_header(path: Path) -> list[TensorEntry]:
             raise CheckpointError(f"{path}: the bytes of tensor {entry.name!r} overlap others or leave a gap")
         position = entry.end
     if position != size:
-        raise CheckpointError(f"{path} has {size} bytes, but its header describes {position}; the file was cut short or damaged")
+        raise CheckpointError(
+            f"{path} has {size} bytes, but its header describes {position}; the file was cut short or damaged"
+        )
     return entries
 
 
@@ -274,7 +280,9 @@ def _read_index(folder: Path) -> dict[str, str] | None:
     for name, file in weight_map.items():
         # A plain file name only: an index must not reach outside its folder.
         if not isinstance(file, str) or not re.fullmatch(r"[\w.\-]+\.safetensors", file):
-            raise CheckpointError(f"{path} names {file!r} for tensor {name!r}; only *.safetensors in the same folder are read")
+            raise CheckpointError(
+                f"{path} names {file!r} for tensor {name!r}; only *.safetensors in the same folder are read"
+            )
         if not (folder / file).is_file():
             raise CheckpointError(f"shard {file!r} named by {INDEX_FILE} is missing from {folder}")
     return weight_map

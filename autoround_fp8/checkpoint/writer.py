@@ -39,7 +39,14 @@ class CheckpointWriter:
         CheckpointError: If the target cannot be written or has too little space.
     """
 
-    def __init__(self, output_dir: str | Path, layout: ExportLayout, side_files: Mapping[str, Path | bytes], *, overwrite: bool = False):
+    def __init__(
+        self,
+        output_dir: str | Path,
+        layout: ExportLayout,
+        side_files: Mapping[str, Path | bytes],
+        *,
+        overwrite: bool = False,
+    ):
         self.output_dir = Path(output_dir)
         self._layout = layout
         self._side_files = dict(side_files)
@@ -188,7 +195,9 @@ def check_target(output_dir: Path, new_files: set[str], *, overwrite: bool) -> s
         files = report.get("files") if isinstance(report, dict) else None
         # Plain names only: a report must not make this delete anything outside the folder.
         old = {f for f in files or [] if isinstance(f, str) and f in present}
-    weights = {name for name in present if name.endswith((".safetensors", ".bin"))} | (present & {CONFIG_FILE, INDEX_FILE})
+    weights = {name for name in present if name.endswith((".safetensors", ".bin"))} | (
+        present & {CONFIG_FILE, INDEX_FILE}
+    )
     in_the_way = sorted((weights | (new_files & present)) - old)
     if in_the_way:
         raise ConfigError(

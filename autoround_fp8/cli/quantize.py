@@ -13,6 +13,7 @@ from autoround_fp8.errors import ConfigError
 
 if TYPE_CHECKING:
     from autoround_fp8.config import QuantizeConfig
+    from autoround_fp8.evaluation.tasks import ResolvedTasks
     from autoround_fp8.records import BlockReport
 
 logger = logging.getLogger(__name__)
@@ -40,7 +41,9 @@ def add_quantize_parser(subparsers: Any) -> None:
     group = parser.add_argument_group("model")
     group.add_argument("--model", "--model_name", "--model_name_or_path", help="the same, as an option")
     group.add_argument("--device", "--device_map", "--devices", default="auto", help="cpu, cuda, 0, auto (default)")
-    group.add_argument("--trust_remote_code", action="store_true", help="run code from the model's folder (default: no)")
+    group.add_argument(
+        "--trust_remote_code", action="store_true", help="run code from the model's folder (default: no)"
+    )
     group = parser.add_argument_group("calibration")
     group.add_argument("--dataset", default="builtin", help="builtin, a file, a hub name, or several with options")
     group.add_argument("--seqlen", "--seq_len", type=int, default=2048, help="tokens per sample (2048)")
@@ -53,7 +56,9 @@ def add_quantize_parser(subparsers: Any) -> None:
     group.add_argument("--output_dir", help="target folder (required)")
     group.add_argument("--format", "--formats", default="fp8_static", help="checkpoint format (fp8_static)")
     group.add_argument("--max_shard_size", default="5GB", help="largest shard (5GB)")
-    group.add_argument("--overwrite", action="store_true", help="replace an earlier export of this program in the target")
+    group.add_argument(
+        "--overwrite", action="store_true", help="replace an earlier export of this program in the target"
+    )
     group = parser.add_argument_group("scheme")
     group.add_argument("--scheme", default="FP8_STATIC", help="FP8_STATIC (default) or FP8_STATIC_TENSOR")
     for name in _SCHEME_FIELDS:
@@ -151,20 +156,20 @@ def run_quantize(args: argparse.Namespace) -> int:
         f"{totals['seconds']:.1f} s, mean weight SQNR {totals['mean_weight_sqnr_db']:.1f} dB, peak memory "
         f"{totals['peak_memory_bytes'] / 1e6:.0f} MB"
     )
-    if tasks:
+    if tasks is not None:
         from autoround_fp8.cli.evaluate import evaluate_folder
 
         evaluate_folder(summary.folder, tasks, args)
     return 0
 
 
-def _resolve_tasks(args: argparse.Namespace) -> list[str]:
+def _resolve_tasks(args: argparse.Namespace) -> ResolvedTasks | None:
     names = [name.strip() for name in args.tasks.split(",") if name.strip()]
-    if names:
-        from autoround_fp8.evaluation.tasks import resolve_tasks
+    if not names:
+        return None
+    from autoround_fp8.evaluation.tasks import resolve_tasks
 
-        resolve_tasks(names, args.include_path)
-    return names
+    return resolve_tasks(names, args.include_path)
 
 
 def progress(num_blocks: int) -> Callable[[BlockReport], None]:
@@ -181,7 +186,11 @@ def progress(num_blocks: int) -> Callable[[BlockReport], None]:
         nonlocal done
         done += 1
         worst = min(report.layers, key=lambda layer: layer.weight_sqnr_db, default=None)
-        note = f"worst {worst.fqn.removeprefix(report.fqn + '.')} {worst.weight_sqnr_db:.1f} dB" if worst else "nothing to do"
+        note = (
+            f"worst {worst.fqn.removeprefix(report.fqn + '.')} {worst.weight_sqnr_db:.1f} dB"
+            if worst
+            else "nothing to do"
+        )
         memory = f"{report.peak_memory_bytes / 1e6:.0f} MB"
         if bar is not None:
             bar.set_postfix_str(f"{memory}, {note}")
@@ -190,6 +199,8 @@ def progress(num_blocks: int) -> Callable[[BlockReport], None]:
                 bar.close()
         else:
             left = (time.perf_counter() - started) / done * (num_blocks - done)
-            logger.info("%d/%d %s %.1f s, %s, %s, %.0f s left", done, num_blocks, report.fqn, report.seconds, memory, note, left)
+            logger.info(
+                "%d/%d %s %.1f s, %s, %s, %.0f s left", done, num_blocks, report.fqn, report.seconds, memory, note, left
+            )
 
     return show

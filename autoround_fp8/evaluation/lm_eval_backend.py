@@ -1,7 +1,7 @@
 """The lm-eval model `autoround_fp8`: lm-eval's Hugging Face model, loaded and fed by this package's rules.
 
-Plain and quantised checkpoints go through the same class, so that their scores differ by the weights only. Importing this
-file needs lm-eval; `lm_eval_registration.py` does not, and `tasks.py` runs it.
+Plain and quantised checkpoints go through the same class, so that their scores differ by the weights only. Importing
+this file needs lm-eval; `lm_eval_registration.py` does not, and `tasks.py` runs it.
 """
 
 from __future__ import annotations
@@ -135,13 +135,13 @@ class AutoRoundFP8LM(HFLM):
         for name, value in options.items():
             if name not in _HFLM_ARGUMENTS:
                 raise ConfigError(
-                    f"model argument {name}={value!r} is not supported by the model 'autoround_fp8'; it takes pretrained, "
-                    "tokenizer, device, dtype, kernel, batch_size, max_length, add_bos_token, trust_remote_code, "
-                    f"{', '.join(_HFLM_ARGUMENTS)}"
+                    f"model argument {name}={value!r} is not supported by the model 'autoround_fp8'; it takes "
+                    "pretrained, tokenizer, device, dtype, kernel, batch_size, max_length, add_bos_token, "
+                    f"trust_remote_code, {', '.join(_HFLM_ARGUMENTS)}"
                 )
         self._kernel = kernel
         if isinstance(pretrained, nn.Module):
-            target = pretrained.device
+            target = next(pretrained.parameters()).device
         else:
             target = resolve_device(device)
             # Absolute: a relative path such as out/model would be looked up on the hub for its revision.
@@ -159,9 +159,12 @@ class AutoRoundFP8LM(HFLM):
             **options,
         )
         self.bos_rule = bos_rule(_model_type(self.config), self.tokenizer, add_bos_token)
-        first = self.tok_encode("a")[:1]
+        first = self.tok_encode("a")[0]
         logger.info(
-            "BOS rule: %s; prompts start with %r (token %s)", self.bos_rule.reason, self.tokenizer.decode(first), first[0]
+            "BOS rule: %s; prompts start with %r (token %d)",
+            self.bos_rule.reason,
+            self.tokenizer.decode([first]),
+            first,
         )
         self.linears = describe_linears(self.model)
         logger.info("evaluating %s on %s with at most %d tokens of context", self.linears, self.device, self.max_length)

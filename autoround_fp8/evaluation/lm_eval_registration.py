@@ -29,7 +29,9 @@ def require_lm_eval() -> None:
     """
     version = _installed_version()
     if version is None:
-        raise ConfigError(f"evaluation needs the package lm_eval, which is not installed: pip install '{SUPPORTED_RANGE}'")
+        raise ConfigError(
+            f"evaluation needs the package lm_eval, which is not installed: pip install '{SUPPORTED_RANGE}'"
+        )
     if version < _OLDEST:
         raise ConfigError(f"lm_eval {version} is too old for this package: pip install '{SUPPORTED_RANGE}'")
     if version >= _NEXT:

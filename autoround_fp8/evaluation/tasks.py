@@ -24,8 +24,21 @@ from autoround_fp8.evaluation.lm_eval_registration import require_lm_eval
 logger = logging.getLogger(__name__)
 
 # `dataset_path` values that mean a file type of `datasets`, not a data set of the hub.
-_FILE_TYPES = ("json", "csv", "parquet", "text", "arrow", "pandas", "xml", "sql", "webdataset", "imagefolder", "audiofolder")
+_FILE_TYPES = (
+    "json",
+    "csv",
+    "parquet",
+    "text",
+    "arrow",
+    "pandas",
+    "xml",
+    "sql",
+    "webdataset",
+    "imagefolder",
+    "audiofolder",
+)
 _WILDCARDS = "*?["
+_YAML = (".yaml", ".yml")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,8 +118,8 @@ def run_tasks(
         bootstrap_iters: Resamplings for standard errors that have no formula; 0 = none.
 
     Returns:
-        lm-eval's results, with what was evaluated under the key `autoround_fp8`. Python's, numpy's and torch's random states
-        are as before.
+        lm-eval's results, with what was evaluated under the key `autoround_fp8`. Python's, numpy's and torch's random
+        states are as before.
 
     Raises:
         ConfigError, DataError: As of `resolve_tasks`, and for a device or option that cannot be used.
@@ -173,11 +186,10 @@ def _find(wanted: Sequence[str], include_path: str | Path | None) -> tuple[Any, 
     """
     from lm_eval.tasks import TaskManager
 
-    files = [str(Path(word).expanduser().resolve()) for word in wanted if Path(word).suffix in (".yaml", ".yml")]
     folders = [str(include_path)] if include_path is not None else []
     folders += [word for word in wanted if Path(word).is_dir()]
-    # lm-eval's own 14000 task files take ten seconds to index, so they are read only if something names one of them.
-    manager = TaskManager(include_path=[*folders, *{str(Path(f).parent) for f in files}], include_defaults=False)
+    # lm-eval's own 14000 tasks take ten seconds to index, so that is done only if something names one of them.
+    manager = TaskManager(include_path=folders, include_defaults=False)
     if not all(_is_local(word, manager.task_index) for word in wanted):
         manager = TaskManager(include_path=folders)
     names: list[str] = []
@@ -186,33 +198,18 @@ def _find(wanted: Sequence[str], include_path: str | Path | None) -> tuple[Any, 
     return manager, names
 
 
-def _is_local(word: str, index: Mapping[str, Any]) -> bool:
-    """Whether the index of the user's own files has everything that a word needs."""
-    if Path(word).suffix in (".yaml", ".yml") or Path(word).is_dir():
-        path = Path(word).expanduser().resolve()
-        inside = [name for name, entry in index.items() if entry.yaml_path and path in _self_and_parents(entry.yaml_path)]
-        return all(_is_local(name, index) for name in inside)
-    return word in index and all(child in index for child, _ in _leaves(word, index))
-
-
-def _self_and_parents(path: Path) -> list[Path]:
-    resolved = path.resolve()
-    return [resolved, *resolved.parents]
-
-
 def _names_of(word: str, manager: Any) -> list[str]:
+    """What a user's word stands for: names in the index, or one file."""
     if word in manager.task_index:
         return [word]
-    path = Path(word).expanduser()
-    if path.is_dir():
-        inside = [name for name in manager.all_subtasks if _lies_in(manager.task_index[name], path)]
+    if Path(word).is_dir():
+        inside = _names_in(Path(word), manager.task_index)
         if not inside:
             raise ConfigError(f"folder {word!r} has no readable lm-eval task file (*.yaml with a 'task' entry)")
         return inside
-    if path.suffix in (".yaml", ".yml"):
-        if not path.is_file():
-            raise ConfigError(f"task file {word!r} does not exist")
-        return [str(path.resolve())]
+    if Path(word).suffix in _YAML:
+        _read_task_file(Path(word))
+        return [str(Path(word).resolve())]
     if any(character in word for character in _WILDCARDS):
         matches = manager.match_tasks([word])
         if matches:
@@ -222,30 +219,75 @@ def _names_of(word: str, manager: Any) -> list[str]:
     raise ConfigError(f"task {word!r} is unknown to lm-eval{hint} (own task files: --include_path FOLDER)")
 
 
-def _lies_in(entry: Any, folder: Path) -> bool:
-    return entry.yaml_path is not None and folder.resolve() in entry.yaml_path.resolve().parents
+def _names_in(folder: Path, index: Mapping[str, Any]) -> list[str]:
+    """The single tasks whose files lie in a folder, at any depth."""
+    return [
+        name
+        for name, entry in index.items()
+        if entry.yaml_path is not None
+        and folder.resolve() in entry.yaml_path.resolve().parents
+        and not isinstance(_settings(name, index).get("task"), list)
+    ]
 
 
-def _leaves(name: str, index: Mapping[str, Any], seen: frozenset[str] = frozenset()) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The single tasks behind a task, group or tag name, with their settings (empty if the index has none)."""
+def _is_local(word: str, index: Mapping[str, Any]) -> bool:
+    """Whether the index of the user's own files has everything that a word needs."""
+    if word not in index and Path(word).is_dir():
+        return True
+    if word not in index and Path(word).suffix not in _YAML:
+        return False
+    return all(name in index or settings for name, settings in _leaves(word, index))
+
+
+def _settings(name: str, index: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The settings of a task, group or tag by name or file, as far as the index has them."""
     entry = index.get(name)
-    cfg = (entry.cfg or {}) if entry is not None else {}
-    members = cfg.get("task")
-    if entry is not None and entry.yaml_path is None and not cfg:
-        members = sorted(entry.tags)
-    if not isinstance(members, list) or name in seen:
-        yield name, cfg
+    if entry is None:
+        return _read_task_file(Path(name)) if Path(name).suffix in _YAML else {}
+    return entry.cfg or {"task": sorted(entry.tags)}
+
+
+def _read_task_file(path: Path) -> dict[str, Any]:
+    """The settings in a task file and the files it includes; functions are left out.
+
+    Raises:
+        ConfigError: If there is no such file, or it is not a task.
+    """
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        """Reads `!function name` as nothing: no code is imported here."""
+
+    Loader.add_multi_constructor("!", lambda loader, suffix, node: None)
+    try:
+        with open(path.expanduser(), encoding="utf-8") as file:
+            settings = yaml.load(file, Loader=Loader)
+    except OSError as e:
+        raise ConfigError(f"task file {str(path)!r} cannot be read: {e.strerror or e}") from e
+    except (yaml.YAMLError, UnicodeDecodeError) as e:
+        raise ConfigError(f"task file {str(path)!r} is not valid YAML: {' '.join(str(e).split())}") from e
+    if not isinstance(settings, dict):
+        raise ConfigError(f"task file {str(path)!r} is not a YAML mapping with a 'task' entry")
+    included = settings.pop("include", None) or []
+    for name in [included] if isinstance(included, str) else included:
+        settings = {**_read_task_file(path.parent / name), **settings}
+    return settings
+
+
+def _leaves(name: str, index: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The single tasks behind a task, group or tag, with their settings (empty if the index does not know them)."""
+    settings = _settings(name, index)
+    members = settings.get("task")
+    if not isinstance(members, list):
+        yield name, settings
         return
     for member in members:
-        child = member if isinstance(member, str) else member.get("task") or member.get("group")
-        if isinstance(child, str) and child in index:
-            yield from _leaves(child, index, seen | {name})
-        elif isinstance(child, list):
-            for grandchild in child:
-                yield from _leaves(str(grandchild), index, seen | {name})
+        child = member if isinstance(member, str) else member.get("task", member.get("group"))
+        if child in index and child != name:
+            yield from _leaves(child, index)
         else:
-            # A task written inside its group: known by itself.
-            yield (child if isinstance(member, str) else name), (member if isinstance(member, dict) else {})
+            # Unknown, or written inside its group.
+            yield str(child), {} if isinstance(member, str) else member
 
 
 def _check_data_sets(names: Sequence[str], index: Mapping[str, Any]) -> None:
@@ -256,10 +298,9 @@ def _check_data_sets(names: Sequence[str], index: Mapping[str, Any]) -> None:
     """
     import datasets
 
-    by_file = {str(entry.yaml_path.resolve()): name for name, entry in index.items() if entry.yaml_path is not None}
     reachable: bool | None = None
     for name in names:
-        for task, cfg in _leaves(by_file.get(name, name), index):
+        for task, cfg in _leaves(name, index):
             path = cfg.get("dataset_path")
             if not isinstance(path, str) or path in _FILE_TYPES or "custom_dataset" in cfg or Path(path).exists():
                 continue
@@ -269,10 +310,10 @@ def _check_data_sets(names: Sequence[str], index: Mapping[str, Any]) -> None:
             if reachable:
                 return
             if not _is_cached(path, Path(datasets.config.HF_DATASETS_CACHE)):
-                reason = "offline mode is on" if datasets.config.HF_HUB_OFFLINE else "cannot be reached"
+                reason = "offline mode is on" if datasets.config.HF_HUB_OFFLINE else "which does not answer"
                 raise DataError(
-                    f"task {task!r} needs data set {path!r} from {datasets.config.HF_ENDPOINT} ({reason}), and it is not in the "
-                    "local cache; choose a task with local data (--include_path FOLDER) or fetch it once with a network"
+                    f"task {task!r} needs data set {path!r} of {datasets.config.HF_ENDPOINT} ({reason}), and the local "
+                    "cache does not have it; use tasks with local data (--include_path FOLDER) or fetch it beforehand"
                 )
             logger.warning("task %r: the hub cannot be reached; data set %r is taken from the local cache", task, path)
 
@@ -312,7 +353,7 @@ def _single_tasks(item: Any) -> list[Any]:
 
 
 def _check_generation_room(tasks: ResolvedTasks, max_length: int) -> None:
-    """Refuses, before work, a task that generates more tokens than the model has positions (lm-eval asserts it at the end)."""
+    """Refuses, before work, a task that generates more than the model has positions (lm-eval asserts it at the end)."""
     for item in tasks.items:
         for task in _single_tasks(item):
             settings = task.get_config("generation_kwargs") or {}

@@ -203,7 +203,9 @@ def _load_quantized_linears(
         is_fp8 = reader.entries[tensor_name].dtype == "F8_E4M3"
         if not scheme.is_quantized:
             if is_fp8:
-                raise CheckpointError(f"tensor {tensor_name!r} is FP8, but config.json says this layer is not quantised")
+                raise CheckpointError(
+                    f"tensor {tensor_name!r} is FP8, but config.json says this layer is not quantised"
+                )
             continue
         tensors = {n: reader.read(n) for n in _tensor_names(fqn) if n in reader.entries}
         layer = checkpoint_format.decode(fqn, scheme, tensors)

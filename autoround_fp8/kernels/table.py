@@ -22,7 +22,9 @@ def choose_kernel(problem: LinearProblem, requested: str = "auto") -> tuple[Kern
     if requested != "auto":
         named = next((kernel for kernel in KERNELS if kernel.name == requested), None)
         if named is None:
-            raise ConfigError(f"kernel {requested!r} is unknown; choose from auto, {', '.join(k.name for k in KERNELS)}")
+            raise ConfigError(
+                f"kernel {requested!r} is unknown; choose from auto, {', '.join(k.name for k in KERNELS)}"
+            )
         reason = named.unsupported_reason(problem)
         if reason is not None:
             raise ConfigError(f"kernel {requested!r} cannot compute {problem.name!r}: {reason}; use --kernel auto")

@@ -82,7 +82,9 @@ def load_config(folder: Path, *, trust_remote_code: bool = False) -> tuple[dict[
             "--trust_remote_code (off by default, unlike AutoRound's)"
         )
     if not known and not raw.get("auto_map"):
-        raise UnsupportedModelError(f"model_type {model_type!r} of {str(folder)!r} is not known to the installed transformers")
+        raise UnsupportedModelError(
+            f"model_type {model_type!r} of {str(folder)!r} is not known to the installed transformers"
+        )
     if model_type in REFUSED:
         raise UnsupportedModelError(f"model_type {model_type!r} is not supported: {REFUSED[model_type]}")
     fields = {key: value for key, value in raw.items() if key != "quantization_config"}
@@ -112,7 +114,9 @@ def source_dtype(raw_config: dict[str, Any]) -> torch.dtype:
     return dtype
 
 
-def build_skeleton(config: Any, tensor_names: Iterable[str], dtype: torch.dtype, *, trust_remote_code: bool = False) -> Skeleton:
+def build_skeleton(
+    config: Any, tensor_names: Iterable[str], dtype: torch.dtype, *, trust_remote_code: bool = False
+) -> Skeleton:
     """Builds the model on meta and maps its parameters to the checkpoint's tensors.
 
     Args:
@@ -148,7 +152,9 @@ def find_blocks(model: nn.Module, config: Any) -> tuple[str, ...]:
     count = getattr(text_config, "num_hidden_layers", None)
     lists = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count]
     found = [n for n, m in lists if all(isinstance(layer, GradientCheckpointingLayer) for layer in m)]
-    found = found or [n for n, m in lists if len({type(layer) for layer in m}) == 1 and "." not in n.partition("layers")[2]]
+    found = found or [
+        n for n, m in lists if len({type(layer) for layer in m}) == 1 and "." not in n.partition("layers")[2]
+    ]
     if len(found) != 1:
         raise UnsupportedModelError(
             f"cannot tell the decoder blocks of model_type {config.model_type!r}: {len(found)} lists with "
@@ -175,7 +181,9 @@ def map_names(model: Any, tensor_names: Iterable[str]) -> dict[str, str]:
     for name in sorted(tensor_names):
         target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
         if pattern is not None and target in state:
-            raise UnsupportedModelError(f"parameter {target!r} is made from several tensors ({name!r} ...); not supported yet")
+            raise UnsupportedModelError(
+                f"parameter {target!r} is made from several tensors ({name!r} ...); not supported yet"
+            )
         if target not in state:
             continue
         if target in sources:
@@ -184,7 +192,9 @@ def map_names(model: Any, tensor_names: Iterable[str]) -> dict[str, str]:
     tied = {**model.all_tied_weights_keys, **{v: k for k, v in model.all_tied_weights_keys.items()}}
     missing = [n for n in state if n not in sources and tied.get(n) not in sources]
     if missing:
-        raise CheckpointError(f"the checkpoint lacks {len(missing)} tensors of {type(model).__name__}, first {missing[0]!r}")
+        raise CheckpointError(
+            f"the checkpoint lacks {len(missing)} tensors of {type(model).__name__}, first {missing[0]!r}"
+        )
     return sources
 
 

@@ -1,0 +1,329 @@
+"""How far a quantised checkpoint is from its original: KL, top-1 agreement, perplexity, weight SQNR, bytes.
+
+One model is in memory at a time: the reference leaves only its last hidden states and its output layer behind
+(`logits.py`). Both see the same tokens, in float32 unless asked otherwise.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autoround_fp8.calibration.dataset import load_calibration_data, make_batches
+from autoround_fp8.checkpoint.locate import locate_checkpoint
+from autoround_fp8.checkpoint.reader import CheckpointReader
+from autoround_fp8.device import peak_memory_bytes, release_memory, resolve_device
+from autoround_fp8.errors import CheckpointError, ConfigError, DataError, NumericsError
+from autoround_fp8.evaluation.logits import LogitStream, piece_length
+from autoround_fp8.evaluation.weight_error import weight_sqnr
+from autoround_fp8.inference.load import load_model
+from autoround_fp8.models.skeleton import load_config
+
+_TOKENIZER_FILES = {"tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "spiece.model"}
+_PROBE_TEXT = "The 7 quick brown foxes,\n\tjump! über 12.5% of the lazy dogs."
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparisonReport:
+    """What `compare_checkpoints` found. A scored token is one that has a successor in its document.
+
+    Attributes:
+        reference: The original, as the user named it.
+        candidate: The checkpoint compared with it.
+        dtype: dtype both models ran in.
+        kernel: Kernel asked for.
+        num_documents: Samples.
+        num_tokens: Scored tokens.
+        data_sha256: Over all token ids: equal for equal data.
+        kl_mean: KL(reference || candidate) per scored token, in nats.
+        kl_stderr: Its standard error over documents; None for a single document.
+        kl_max: KL of the worst token, in nats.
+        top1_agreement: Share of scored tokens for which both models predict the same token.
+        reference_perplexity: exp of the mean negative log-likelihood of the next token.
+        candidate_perplexity: The same of the candidate.
+        reference_bytes: Size of the tensor files.
+        candidate_bytes: The same of the candidate.
+        weight_sqnr_db: Layer -> SQNR of its dequantised weight in dB, for every FP8 layer; inf where it is exact.
+        unmatched_layers: FP8 layers whose weight the reference does not have under the same name.
+        seconds: Duration of the whole comparison.
+        peak_memory_bytes: Peak resident memory of this process.
+    """
+
+    reference: str
+    candidate: str
+    dtype: str
+    kernel: str
+    num_documents: int
+    num_tokens: int
+    data_sha256: str
+    kl_mean: float
+    kl_stderr: float | None
+    kl_max: float
+    top1_agreement: float
+    reference_perplexity: float
+    candidate_perplexity: float
+    reference_bytes: int
+    candidate_bytes: int
+    weight_sqnr_db: Mapping[str, float]
+    unmatched_layers: tuple[str, ...]
+    seconds: float
+    peak_memory_bytes: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as JSON values; numbers that JSON cannot hold (an infinite SQNR or perplexity) become None."""
+        fields = {**dataclasses.asdict(self), "weight_sqnr_db": dict(self.weight_sqnr_db)}
+        fields["unmatched_layers"] = list(self.unmatched_layers)
+        return {key: _json_value(value) for key, value in fields.items()}
+
+
+def compare_checkpoints(
+    reference: str | Path,
+    candidate: str | Path,
+    *,
+    dataset: Any = "builtin",
+    nsamples: int = 16,
+    seqlen: int = 512,
+    seed: int = 1234,
+    batch_size: int = 4,
+    device: str | int = "cpu",
+    dtype: torch.dtype | str = torch.float32,
+    kernel: str = "reference",
+    trust_remote_code: bool = False,
+) -> ComparisonReport:
+    """Compares two checkpoints of one model on the same tokens.
+
+    Args:
+        reference: Folder or hub id of the original.
+        candidate: Folder or hub id of the quantised model; a plain one works too.
+        dataset: Text to compare on, as of `load_calibration_data`; read with the reference's tokenizer.
+        nsamples: Documents.
+        seqlen: Most tokens of a document.
+        seed: Which documents; other than calibration's default, so that the text differs.
+        batch_size: Documents per forward.
+        device: cpu, cuda, a GPU number or auto.
+        dtype: dtype both models run in.
+        kernel: Kernel of the FP8 layers; "reference" is the float32 one.
+        trust_remote_code: Whether code from the folders may run.
+
+    Raises:
+        CheckpointError: If a checkpoint is missing or damaged, or the two do not belong together.
+        ConfigError: If an option, the device or the tokenizer cannot be used.
+        DataError: If the data give no token to score.
+        NumericsError: If a model computes NaN.
+    """
+    started = time.perf_counter()
+    target = resolve_device(device)
+    sides = [_Side.open(name, trust_remote_code=trust_remote_code) for name in (reference, candidate)]
+    _check_same_family(*sides)
+    text_config = sides[0].config.get_text_config(decoder=True)
+    data = load_calibration_data(
+        dataset,
+        sides[0].tokenizer,
+        nsamples=nsamples,
+        seqlen=seqlen,
+        seed=seed,
+        max_positions=getattr(text_config, "max_position_embeddings", None),
+        vocab_size=text_config.vocab_size,
+    )
+    batches = make_batches([sample for sample in data.samples if len(sample) > 1], batch_size)
+    if not batches:
+        raise DataError(f"data set {dataset!r} gives no document of two tokens or more")
+    sqnr, unmatched = weight_sqnr(sides[0].reader, sides[1].reader)
+    options = {"device": target, "dtype": dtype, "kernel": kernel, "trust_remote_code": trust_remote_code}
+    documents = _score(sides, batches, options)
+    kl_sums = torch.tensor([document.kl_sum for document in documents], dtype=torch.float64)
+    counts = torch.tensor([document.num_tokens for document in documents], dtype=torch.float64)
+    num_tokens = int(counts.sum())
+    return ComparisonReport(
+        reference=str(reference),
+        candidate=str(candidate),
+        dtype=str(dtype).removeprefix("torch."),
+        kernel=kernel,
+        num_documents=len(documents),
+        num_tokens=num_tokens,
+        data_sha256=data.sha256,
+        kl_mean=float(kl_sums.sum()) / num_tokens,
+        kl_stderr=_ratio_stderr(kl_sums, counts),
+        kl_max=max(document.kl_max for document in documents),
+        top1_agreement=sum(document.num_same_top1 for document in documents) / num_tokens,
+        reference_perplexity=_exp(sum(document.reference_nll for document in documents) / num_tokens),
+        candidate_perplexity=_exp(sum(document.candidate_nll for document in documents) / num_tokens),
+        reference_bytes=_bytes_on_disk(sides[0].reader),
+        candidate_bytes=_bytes_on_disk(sides[1].reader),
+        weight_sqnr_db=sqnr,
+        unmatched_layers=unmatched,
+        seconds=time.perf_counter() - started,
+        peak_memory_bytes=peak_memory_bytes(),
+    )
+
+
+def format_comparison(report: ComparisonReport) -> str:
+    """A short table of a comparison, with the five worst weights."""
+    kl = f"{report.kl_mean:.6f}" + (f" ± {report.kl_stderr:.6f}" if report.kl_stderr is not None else "")
+    run = f"{report.dtype}, {report.kernel} kernel"
+    sizes = (report.reference_bytes, report.candidate_bytes)
+    rows = [
+        ("reference", report.reference),
+        ("candidate", report.candidate),
+        ("scored tokens", f"{report.num_tokens} in {report.num_documents} documents, {run}"),
+        ("KL per token", f"{kl} nats (worst {report.kl_max:.4f})"),
+        ("same top-1", f"{100 * report.top1_agreement:.2f} %"),
+        ("perplexity", f"{report.reference_perplexity:.4f} -> {report.candidate_perplexity:.4f}"),
+        ("tensor files", f"{sizes[0] / 1e6:.1f} MB -> {sizes[1] / 1e6:.1f} MB ({100 * sizes[1] / sizes[0]:.1f} %)"),
+        ("FP8 layers", str(len(report.weight_sqnr_db) + len(report.unmatched_layers))),
+    ]
+    if report.weight_sqnr_db:
+        values = report.weight_sqnr_db.values()
+        rows.append(("weight SQNR", f"mean {sum(values) / len(values):.2f} dB, lowest:"))
+        worst = sorted(report.weight_sqnr_db.items(), key=lambda item: item[1])[:5]
+        rows.extend(("", f"{value:6.2f} dB  {fqn}") for fqn, value in worst)
+    rows.append(("took", f"{report.seconds:.1f} s, peak memory {report.peak_memory_bytes / 1e6:.0f} MB"))
+    width = max(len(label) for label, _ in rows)
+    return "\n".join(f"{label.ljust(width)}  {text}" for label, text in rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Side:
+    """One of the two checkpoints, opened but not loaded; the tokenizer is None if its folder has none."""
+
+    name: str
+    folder: Path
+    reader: CheckpointReader
+    config: Any
+    tokenizer: Any
+
+    @classmethod
+    def open(cls, name: str | Path, *, trust_remote_code: bool) -> _Side:
+        """Opens headers, config and tokenizer."""
+        folder = locate_checkpoint(name)
+        _, config = load_config(folder, trust_remote_code=trust_remote_code)
+        tokenizer = None
+        if _TOKENIZER_FILES & {path.name for path in folder.iterdir()}:
+            from transformers import AutoTokenizer
+
+            try:
+                tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+            except (ValueError, OSError, KeyError, TypeError, ImportError) as e:
+                raise ConfigError(f"the tokenizer of {str(name)!r} cannot be loaded: {e}") from e
+        return cls(name=str(name), folder=folder, reader=CheckpointReader(folder), config=config, tokenizer=tokenizer)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _DocumentScore:
+    """Sums over the scored tokens of one document."""
+
+    num_tokens: int
+    kl_sum: float
+    kl_max: float
+    num_same_top1: int
+    reference_nll: float
+    candidate_nll: float
+
+
+def _check_same_family(reference: _Side, candidate: _Side) -> None:
+    where = f"{reference.name!r} and {candidate.name!r}"
+    vocabularies = [side.config.get_text_config(decoder=True).vocab_size for side in (reference, candidate)]
+    if vocabularies[0] != vocabularies[1]:
+        raise CheckpointError(
+            f"{where} cannot be compared: vocab_size is {vocabularies[0]} in one and {vocabularies[1]} in the other"
+        )
+    tokenizers = [side.tokenizer for side in (reference, candidate) if side.tokenizer is not None]
+    # The vocabulary alone does not tell: merges, normalisation and special tokens in front may differ.
+    seen = [(tokenizer.get_vocab(), tokenizer(_PROBE_TEXT)["input_ids"]) for tokenizer in tokenizers]
+    if any(other != seen[0] for other in seen):
+        raise CheckpointError(f"{where} cannot be compared: their tokenizers differ, so tokens are not the same text")
+
+
+def _score(sides: list[_Side], batches: list[torch.Tensor], options: dict[str, Any]) -> list[_DocumentScore]:
+    """Runs the reference, then the candidate, and scores every document."""
+    reference = LogitStream(load_model(sides[0].folder, **options))
+    kept = [reference.hidden_states(tokens).cpu() for tokens in batches]
+    reference.release_blocks()
+    release_memory()
+    candidate = LogitStream(load_model(sides[1].folder, **options))
+    if candidate.vocab_size != reference.vocab_size:
+        raise CheckpointError(
+            f"the output layers differ: {reference.vocab_size} rows in {sides[0].name!r}, {candidate.vocab_size} in "
+            f"{sides[1].name!r}"
+        )
+    scores = []
+    for tokens, reference_hidden in zip(batches, kept, strict=True):
+        candidate_hidden = candidate.hidden_states(tokens)
+        for row in range(len(tokens)):
+            hidden = (reference_hidden[row], candidate_hidden[row])
+            pieces = list(_token_scores(reference, candidate, tokens[row], hidden))
+            scores.append(_document_score(torch.cat(pieces, dim=1), sides))
+    return scores
+
+
+def _token_scores(
+    reference: LogitStream, candidate: LogitStream, tokens: torch.Tensor, hidden: tuple[torch.Tensor, torch.Tensor]
+) -> Iterator[torch.Tensor]:
+    """Scores the tokens of one document in pieces.
+
+    Args:
+        reference: Output layer of the reference.
+        candidate: Output layer of the candidate.
+        tokens: `[tokens]`.
+        hidden: Decoder outputs of both, `[tokens, hidden]`.
+
+    Yields:
+        float32 `[4, piece]` on the CPU: KL, whether the top-1 is the same, and -log p of the next token by both.
+    """
+    targets = tokens[1:]
+    for start in range(0, len(targets), length := piece_length(reference.vocab_size)):
+        piece = slice(start, min(start + length, len(targets)))
+        log_p = torch.log_softmax(reference.logits(hidden[0][piece]), dim=-1)
+        log_q = torch.log_softmax(candidate.logits(hidden[1][piece]), dim=-1)
+        labels = targets[piece].to(log_p.device).unsqueeze(-1)
+        same = (log_p.argmax(dim=-1) == log_q.argmax(dim=-1)).float()
+        nll = [-log.gather(-1, labels).squeeze(-1) for log in (log_p, log_q)]
+        # xlogy's rule: an entry whose probability underflows to 0 counts nothing, even against log q = -inf.
+        kl = torch.where(log_p > -math.inf, log_p.exp() * (log_p - log_q), 0.0).sum(dim=-1)
+        yield torch.stack([kl, same, *nll]).cpu()
+
+
+def _document_score(scores: torch.Tensor, sides: list[_Side]) -> _DocumentScore:
+    """Adds up `[4, tokens]` of one document in float64."""
+    for side, row in zip(sides, (2, 3), strict=True):
+        if bool(scores[row].isnan().any()):
+            raise NumericsError(f"{side.name!r} computes NaN logits on the comparison's text")
+    kl, same, reference_nll, candidate_nll = scores.double()
+    return _DocumentScore(
+        num_tokens=scores.shape[1],
+        kl_sum=float(kl.sum()),
+        kl_max=float(kl.max()),
+        num_same_top1=int(same.sum()),
+        reference_nll=float(reference_nll.sum()),
+        candidate_nll=float(candidate_nll.sum()),
+    )
+
+
+def _ratio_stderr(sums: torch.Tensor, counts: torch.Tensor) -> float | None:
+    """Standard error of `sums.sum() / counts.sum()` over documents, both `[documents]`; None for one document."""
+    count = len(sums)
+    if count < 2:
+        return None
+    residuals = sums - sums.sum() / counts.sum() * counts
+    return math.sqrt(float(residuals.square().sum()) * count / (count - 1)) / float(counts.sum())
+
+
+def _bytes_on_disk(reader: CheckpointReader) -> int:
+    return sum(file.stat().st_size for file in {e.file for e in reader.entries.values() if e.file is not None})
+
+
+def _exp(value: float) -> float:
+    return math.exp(value) if value < 700.0 else math.inf
+
+
+def _json_value(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _json_value(entry) for key, entry in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
