@@ -93,8 +93,8 @@ class AutoRound:
         """Quantises in memory.
 
         Returns:
-            A transformers model whose Linears are `WeightFP8ActFP8StaticQuantLinear`, in the source's dtype on the CPU, and
-            the scheme of every linear layer in the blocks, by name.
+            A transformers model whose Linears are `WeightFP8ActFP8StaticQuantLinear`, in the source's dtype on the CPU,
+            and the scheme of every linear layer in the blocks, by name.
         """
         from autoround_fp8.inference.load import assemble_quantized_model
         from autoround_fp8.models.skeleton import build_skeleton, source_dtype

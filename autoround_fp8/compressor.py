@@ -1,7 +1,7 @@
 """The run, block by block. READ THIS FIRST.
 
-A block is filled from disk, its inputs observed, its weights coded, the result handed to a sink, and the block released;
-only one block is in memory at a time. `plan.py` decided everything beforehand; `records.py` has the nouns.
+A block is filled from disk, its inputs observed, its weights coded, the result handed to a sink, and the block
+released; only one block is in memory at a time. `plan.py` decided everything beforehand; `records.py` has the nouns.
 """
 
 from __future__ import annotations

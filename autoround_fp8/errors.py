@@ -1,6 +1,7 @@
 """Errors a user can meet. Each message names the thing, its value and the way out.
 
-Everything raised on purpose derives from `AutoRoundError`, so that the CLI can turn it into one sentence and an exit code.
+Everything raised on purpose derives from `AutoRoundError`, so that the CLI can turn it into one sentence and an exit
+code.
 """
 
 

@@ -1,4 +1,4 @@
-"""One quantisation from settings to result: opens the source, makes the plan, gets the data, runs the compressor, exports.
+"""One quantisation from settings to result: opens the source, plans, gets the data, runs the compressor, exports.
 
 `autoround.py` and the CLI are two faces of the functions here.
 """

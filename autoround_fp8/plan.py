@@ -184,7 +184,7 @@ def _group_members(module_name: str, present: Mapping[str, Any]) -> tuple[str, .
 
 
 def _agree(module_name: str, schemes: Mapping[str, tuple[str, nn.Linear, QuantizationScheme]]) -> QuantizationScheme:
-    """One scheme for layers that engines fuse: all stay in 16 bit if one must, and differing FP8 schemes are refused."""
+    """One scheme for layers that engines fuse: all stay in 16 bit if one must; differing FP8 schemes are refused."""
     members = _group_members(module_name, schemes)
     found = [schemes[m][2] for m in members]
     own = schemes[module_name][2]
@@ -213,8 +213,8 @@ def _check_patterns(resolver: SchemeResolver, skeleton: Skeleton) -> None:
 def calibration_dtype(config: QuantizeConfig, stored: torch.dtype, fast_bfloat16: bool) -> torch.dtype:
     """The dtype of the calibration forward.
 
-    With "auto" a 16-bit model is run in float32 where the device only emulates 16-bit products: several times faster there,
-    and at least as exact. The weights are quantised from their stored values either way.
+    With "auto" a 16-bit model is run in float32 where the device only emulates 16-bit products: several times faster
+    there, and at least as exact. The weights are quantised from their stored values either way.
     """
     if config.calibration_dtype != "auto":
         return getattr(torch, config.calibration_dtype)

@@ -1,7 +1,7 @@
 """What "FP8_STATIC" means, and which scheme each layer gets.
 
-`QuantizationScheme` carries AutoRound's field names and works as a dict too. `SchemeResolver` is the only place that decides
-between `layer_config`, `ignore_layers` and the default. Read `compressor.py` for where the decision is used.
+`QuantizationScheme` carries AutoRound's field names and works as a dict too. `SchemeResolver` is the only place that
+decides between `layer_config`, `ignore_layers` and the default. Read `compressor.py` for where the decision is used.
 """
 
 from __future__ import annotations
@@ -212,8 +212,8 @@ def parse_layer_config(value: str | Mapping[str, Any] | None) -> dict[str, Quant
 def matches_layer(pattern: str, fqn: str) -> bool:
     """Whether a user's pattern names a layer.
 
-    A plain pattern matches whole path segments (`layers.1` is not `layers.10`, `k_proj` is every `k_proj`); `*` stands for
-    one or more characters within a name; a pattern with other regular-expression characters is searched as one.
+    A plain pattern matches whole path segments (`layers.1` is not `layers.10`, `k_proj` is every `k_proj`); `*` stands
+    for one or more characters within a name; a pattern with other regular-expression characters is searched as one.
 
     Raises:
         ConfigError: If the pattern is meant as a regular expression and is not one.
@@ -230,7 +230,7 @@ def matches_layer(pattern: str, fqn: str) -> bool:
 class SchemeResolver:
     """Decides the scheme of every layer, and remembers which patterns never matched.
 
-    Order: `ignore_layers` first, then the last matching `layer_config` entry (exact names before patterns), then the default.
+    Order: `ignore_layers`, the last matching `layer_config` entry (exact names before patterns), the default.
 
     Args:
         default: Scheme of layers that nothing else names.

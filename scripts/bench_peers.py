@@ -35,11 +35,15 @@ SPARE_TOKENS = 6
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessCost:
-    """What one whole process cost: seconds of wall and CPU time, and peak resident memory in MiB."""
+    """What one whole process cost: seconds of wall and CPU time, and peak resident memory in MiB.
+
+    `load_before` is the machine's one-minute load average at the start: near 0 or the times mean little.
+    """
 
     wall_s: float
     cpu_s: float
     peak_rss_mib: float
+    load_before: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +86,10 @@ def cut_passages(articles: list[str], tokenizer: Any, num_tokens: int, count: in
 def prepare_texts(args: argparse.Namespace) -> tuple[list[Path], list[list[int]]]:
     """Write one calibration file per draw, and return the files with the held-out windows of token ids."""
     from transformers import AutoTokenizer
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()  # whole articles are longer than the model's context, on purpose
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     articles = demo_text.read_wikipedia(args.data_dir or demo_text.find_data_dir())
     draws, held_out = demo_text.split_articles(articles, args.draws)
@@ -120,6 +127,7 @@ def run_measured(command: list[str], log_path: Path) -> ProcessCost:
     log_path.parent.mkdir(parents=True, exist_ok=True)
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
     with log_path.open("wb") as log:
+        load_before = os.getloadavg()[0]
         start = time.perf_counter()
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
         _, status, usage = os.wait4(process.pid, 0)
@@ -128,7 +136,7 @@ def run_measured(command: list[str], log_path: Path) -> ProcessCost:
     if process.returncode != 0:
         raise RuntimeError(f"exit code ({process.returncode}) must be 0 for: {shlex.join(command)}; see {log_path}")
     cpu_s = usage.ru_utime + usage.ru_stime
-    return ProcessCost(wall_s=wall_s, cpu_s=cpu_s, peak_rss_mib=usage.ru_maxrss / 1024)
+    return ProcessCost(wall_s=wall_s, cpu_s=cpu_s, peak_rss_mib=usage.ru_maxrss / 1024, load_before=load_before)
 
 
 def export_folder(args: argparse.Namespace, side: str, draw: int) -> Path:
@@ -142,7 +150,9 @@ def run_side(args: argparse.Namespace, side: str, draw: int, dataset: Path) -> P
     shutil.rmtree(folder, ignore_errors=True)
     cost = run_measured(build_command(side, args, dataset, folder), args.work_dir / "logs" / f"{side}-{draw}.log")
     print(
-        f"{side} draw {draw}: {cost.wall_s:.1f} s wall, {cost.cpu_s:.1f} s CPU, {cost.peak_rss_mib:.0f} MiB", flush=True
+        f"{side} draw {draw}: {cost.wall_s:.1f} s wall, {cost.cpu_s:.1f} s CPU, {cost.peak_rss_mib:.0f} MiB, "
+        f"load before {cost.load_before:.1f}",
+        flush=True,
     )
     return cost
 

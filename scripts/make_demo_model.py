@@ -17,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 # Nothing here may wait for a network: both models come from installed packages.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -51,7 +52,7 @@ LOCATE_GGUF: dict[str, Callable[[Path], Path]] = {"smollm2": locate_smollm2_gguf
 
 
 def is_complete(folder: Path) -> bool:
-    """Tell whether `folder` holds a finished model: config, tokenizer and weights (it is moved into place at the end)."""
+    """Tell whether `folder` holds a finished model: config, tokenizer and weights (it is moved into place last)."""
     has_weights = any(folder.glob("*.safetensors"))
     return has_weights and all((folder / name).is_file() for name in COMPLETE_FILES)
 
@@ -64,7 +65,9 @@ def convert_gguf(gguf_path: Path, out_dir: Path) -> None:
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     source, name = str(gguf_path.parent), gguf_path.name
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=name)
     model = AutoModelForCausalLM.from_pretrained(
@@ -75,19 +78,17 @@ def convert_gguf(gguf_path: Path, out_dir: Path) -> None:
             raise RuntimeError(f"dtype ({tensor.dtype}) of {fqn!r} must be bfloat16 and every value finite")
     model.save_pretrained(out_dir)
     tokenizer.save_pretrained(out_dir)
-    clean_config(out_dir / "config.json", type(model).__name__)
-
-
-def clean_config(path: Path, architecture: str) -> None:
-    """Rewrite config.json so that nothing of the GGUF source is left in it."""
-    config = json.loads(path.read_text(encoding="utf-8"))
-    config.pop("quantization_config", None)
-    config.pop("_name_or_path", None)
-    config["architectures"] = [architecture]
-    config["dtype"] = "bfloat16"
     # Neither GGUF has an output matrix of its own: the embedding serves as lm_head.
-    config["tie_word_embeddings"] = True
-    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    facts = {"architectures": [type(model).__name__], "dtype": "bfloat16", "tie_word_embeddings": True}
+    rewrite_json(out_dir / "config.json", ("quantization_config", "_name_or_path", "_model_name_or_path"), facts)
+    rewrite_json(out_dir / "tokenizer_config.json", ("is_local", "local_files_only", "gguf_file"), {})
+
+
+def rewrite_json(path: Path, dropped: tuple[str, ...], facts: dict[str, Any]) -> None:
+    """Drop keys that only tell of the GGUF source or of this very load, and set what an ordinary release would say."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    content = {key: value for key, value in content.items() if key not in dropped} | facts
+    path.write_text(json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def make_demo_model(name: str, out_dir: Path) -> bool:

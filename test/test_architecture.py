@@ -1,4 +1,4 @@
-"""The rules of the source tree, checked on its syntax trees: layers, cycles, sizes, patching, tests, command-line flags.
+"""The rules of the source tree, checked on its syntax trees: layers, cycles, sizes, patching, tests, options.
 
 Nothing of the package is imported here. Each checker takes parsed sources, so the end of the file shows on synthetic
 sources that it does fail.
@@ -7,6 +7,7 @@ sources that it does fail.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -16,7 +17,7 @@ TEST_ROOT = Path(__file__).parent
 PACKAGE = "autoround_fp8"
 PACKAGE_ROOT = TEST_ROOT.parent / PACKAGE
 
-# Top to bottom. A unit is a folder or a file directly under the package; it imports itself and units of lower rows only.
+# Top to bottom. A unit is a folder or file right under the package; it imports itself and units of lower rows only.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("__init__", "__main__"),
     ("cli",),
@@ -83,7 +84,7 @@ def read_sources(root: Path) -> dict[str, ast.Module]:
 
 def parse_all(**texts: str) -> dict[str, ast.Module]:
     """Synthetic sources; `a__b` stands for `a/b.py`."""
-    return {name.replace("__", "/") + ".py": ast.parse(text) for name, text in texts.items()}
+    return {re.sub(r"^([a-z]+)__", r"\1/", name) + ".py": ast.parse(text) for name, text in texts.items()}
 
 
 def module_name(path: str) -> str:
@@ -262,9 +263,8 @@ def foreign_patches(sources: Sources) -> list[str]:
                 on_foreign = dotted(target).split(".")[0] in foreign
                 if on_foreign or target.attr == "forward":
                     bad.append(f"{path}:{target.lineno}: assigns to {dotted(target) or target.attr}")
-            elif isinstance(target, ast.Subscript) and isinstance(target.value, ast.Attribute):
-                if target.value.attr == "__dict__" and isinstance(target.slice, ast.Constant):
-                    bad.append(f"{path}:{target.lineno}: assigns to __dict__[{target.slice.value!r}]")
+            elif isinstance(target, ast.Subscript) and dotted(target.value).endswith(".__dict__"):
+                bad.append(f"{path}:{target.lineno}: assigns to {dotted(target.value)}[...]")
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and dotted(node.func) in ("setattr", "delattr") and node.args:
                 first = dotted(node.args[0]).split(".")[0]

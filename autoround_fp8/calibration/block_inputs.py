@@ -1,7 +1,7 @@
 """What every decoder block is called with: found by running the model's own forward over stubbed blocks, then replayed.
 
-Masks, rotary tables and positions are the model's own, per block, so no family needs code here. Samples of a batch have equal
-lengths (see `dataset.py`), so there is no padding to keep apart.
+Masks, rotary tables and positions are the model's own, per block, so no family needs code here. Samples of a batch have
+equal lengths (see `dataset.py`), so there is no padding to keep apart.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def capture_block_inputs(
         with_first_block: Context manager factory during which the first block is filled.
 
     Raises:
-        UnsupportedModelError: If blocks are skipped, called twice, or hand state to each other beside the hidden states.
+        UnsupportedModelError: If blocks are skipped, called twice, or hand over more than the hidden states.
     """
     captured = CapturedCalls()
     num_outputs: int | None = None
@@ -86,9 +86,7 @@ def capture_block_inputs(
         _check_calls(calls, len(blocks))
         hidden_states, _ = _split(*calls[0])
         captured.hidden_states.append(hidden_states.cpu())
-        captured.calls.append(
-            [_intern(_split(*call)[1], interned) for call in calls]  # type: ignore[misc]
-        )
+        captured.calls.append([_intern(_split(*call)[1], interned) for call in calls])
     return captured
 
 
@@ -143,11 +141,11 @@ def _check_calls(calls: list[tuple[tuple[Any, ...], dict[str, Any]]], num_blocks
 
 
 def _intern(value: Any, known: dict[Any, torch.Tensor]) -> Any:
-    """Replaces tensors, also nested ones, by an equal one seen before, so that masks and rotary tables are kept once."""
+    """Replaces tensors, also nested ones, by equal ones seen before, so that masks and rotary tables are kept once."""
     if isinstance(value, torch.Tensor):
         data = torch.view_as_real(value) if value.is_complex() else value
         raw = data.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        key = (value.dtype, tuple(value.shape), hashlib.sha256(raw).digest())
+        key = (value.dtype, tuple(value.shape), hashlib.sha256(raw.data).digest())
         return known.setdefault(key, value.detach())
     if isinstance(value, dict):
         return {k: _intern(v, known) for k, v in value.items()}

@@ -1,1 +1,1 @@
-"""Checkpoints on disk: reading headers and tensors, writing shards, filling meta modules. Knows no model and no format."""
+"""Checkpoints on disk: reading headers and tensors, writing shards, filling meta modules. Knows no model or format."""

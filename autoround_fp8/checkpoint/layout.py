@@ -1,7 +1,7 @@
 """The layout of an export, decided before work starts: which tensor goes into which shard at which byte.
 
-Because every name, dtype and shape is known up front, headers, index and the space needed are known too, and the writer can
-put a tensor in its place the moment it is ready. Read `writer.py` next.
+Because every name, dtype and shape is known up front, headers, index and the space needed are known too, and the writer
+can put a tensor in its place the moment it is ready. Read `writer.py` next.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ The only place that may download a model.
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -14,25 +15,28 @@ _WANTED = ["*.safetensors", "*.json", "*.txt", "*.jinja", "*.model", "*.py", "*.
 
 
 def locate_checkpoint(model: str | Path) -> Path:
-    """The folder of a checkpoint: an existing directory as it is, or a hub id (`org/name`) downloaded to the hub's cache.
+    """The folder of a checkpoint: an existing directory as it is, or a hub id (`org/name`) put into the hub's cache.
 
     Raises:
         CheckpointError: If there is no such folder, or the hub cannot be reached or has no such model.
     """
     path = Path(model).expanduser()
-    if path.is_dir():
+    if os.path.isdir(path):  # unlike Path.is_dir, False for a name that is too long
         return path
-    if path.exists():
+    if os.path.exists(path):
         raise CheckpointError(f"model {str(model)!r} is a file; give the folder that holds config.json and the weights")
     word = str(model)
     if not re.fullmatch(r"[A-Za-z0-9][\w.\-]*/[\w.\-]+", word):
         raise CheckpointError(f"model folder {word!r} does not exist")
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    # The bases bring in the network errors of whichever HTTP client the hub library uses; some are no OSError.
+    failures = (OSError, LocalEntryNotFoundError, HFValidationError, HfHubHTTPError, *HfHubHTTPError.__bases__)
 
     try:
         return Path(snapshot_download(word, allow_patterns=_WANTED, etag_timeout=5))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as e:
+    except failures as e:
         reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
         raise CheckpointError(f"model {word!r} is neither a local folder nor to be had from the hub: {reason}") from e
 

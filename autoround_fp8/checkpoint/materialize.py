@@ -23,7 +23,7 @@ def fill_module(
         module: The module to fill; what is no longer on meta stays.
         prefix: Its name in the model, "" for the whole model.
         source: Where the tensors are.
-        names: Parameter name in the model -> tensor name in the source. Names without an entry stay on meta (tied ones).
+        names: Parameter name in the model -> tensor name in the source. Those without one stay on meta (tied ones).
         device: Where to put the tensors.
 
     Raises:
@@ -60,10 +60,10 @@ def read_checked(source: TensorSource, name: str, shape: tuple[int, ...], dtype:
     # In pieces, so that a conversion never holds the tensor twice.
     for chunk in source.chunks(name):
         piece = torch.frombuffer(chunk, dtype=stored)
-        if stored.is_floating_point and stored.itemsize > 1:
-            # The largest and smallest value show NaN and infinity alike, in one pass.
-            if not all(bool(torch.isfinite(value)) for value in torch.aminmax(piece)):
-                raise NumericsError(f"tensor {name!r} holds NaN or infinity; the checkpoint is damaged")
+        # The largest and smallest value show NaN and infinity alike, in one pass.
+        checked = torch.aminmax(piece) if stored.is_floating_point and stored.itemsize > 1 else ()
+        if not all(bool(torch.isfinite(value)) for value in checked):
+            raise NumericsError(f"tensor {name!r} holds NaN or infinity; the checkpoint is damaged")
         flat[position : position + piece.numel()] = piece
         position += piece.numel()
     return tensor
@@ -83,11 +83,13 @@ def fill_computed_buffers(model: nn.Module, device: torch.device) -> None:
     Call it before any weight is loaded: `_init_weights` may also write to parameters of the same module.
     """
     for module in model.modules():
-        missing = [n for n in module._non_persistent_buffers_set if module._buffers.get(n) is not None]
-        if not any(module._buffers[n].device.type == "meta" for n in missing):
+        buffers = {
+            n: b for n, b in module._buffers.items() if n in module._non_persistent_buffers_set and b is not None
+        }
+        if not any(buffer.device.type == "meta" for buffer in buffers.values()):
             continue
-        for name in missing:
-            module._buffers[name] = torch.empty_like(module._buffers[name], device=device)
+        for name, buffer in buffers.items():
+            module._buffers[name] = torch.empty_like(buffer, device=device)
         model._init_weights(module)  # type: ignore[operator]
 
 

@@ -85,8 +85,8 @@ class CheckpointReader:
         folder: Directory with `model.safetensors`, or shards and their index.
 
     Raises:
-        CheckpointError: If the folder holds no safetensors, or a header, an index entry or a file size is not right; the
-            message names the file or tensor.
+        CheckpointError: If the folder holds no safetensors, or a header, an index entry or a file size is not right;
+            the message names the file or tensor.
     """
 
     def __init__(self, folder: str | Path):
@@ -129,7 +129,7 @@ class CheckpointReader:
         if entry is None:
             raise CheckpointError(f"tensor {name!r} is missing from {self.folder}")
         data = torch.empty(entry.num_bytes, dtype=torch.uint8)
-        view = memoryview(data.numpy())
+        view = data.numpy().data
         position = 0
         for chunk in self.chunks(name):
             view[position : position + len(chunk)] = chunk
@@ -183,13 +183,15 @@ class InMemorySource:
         return self._tensors[name].detach().cpu().contiguous()
 
     def chunks(self, name: str) -> Iterator[memoryview]:
-        """The tensor's bytes, in one piece."""
-        yield tensor_bytes(self.read(name))
+        """The tensor's bytes, in one piece; none for an empty tensor."""
+        data = tensor_bytes(self.read(name))
+        if len(data):
+            yield data
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """The bytes of a CPU tensor, in C order whatever its strides; FP8 too, which numpy has no form of."""
-    return memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def read_json(path: Path, max_bytes: int = _MAX_INDEX_BYTES) -> Any:
@@ -257,7 +259,7 @@ def _header_entry(path: Path, name: str, fields: Any, data_start: int) -> Tensor
         dtype, shape, (start, end) = fields["dtype"], fields["shape"], fields["data_offsets"]
     except (KeyError, TypeError, ValueError) as e:
         raise CheckpointError(f"{where} has no proper dtype, shape and data_offsets") from e
-    if dtype not in DTYPES:
+    if not isinstance(dtype, str) or dtype not in DTYPES:
         raise CheckpointError(f"{where} has dtype {dtype!r}, which is not supported; known: {', '.join(DTYPES)}")
     if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in [*shape, start, end]):
         raise CheckpointError(f"{where} has a bad shape ({shape!r}) or offsets ({start!r}, {end!r})")

@@ -141,7 +141,8 @@ class CheckpointWriter:
         free = shutil.disk_usage(self.output_dir).free
         if free < needed:
             raise CheckpointError(
-                f"output_dir {str(self.output_dir)!r} has {free / 1e9:.2f} GB free, the export needs {needed / 1e9:.2f} GB"
+                f"output_dir {str(self.output_dir)!r} has {free / 1e9:.2f} GB free, "
+                f"the export needs {needed / 1e9:.2f} GB"
             )
 
     def _reserve(self, file: str, header: bytes, num_bytes: int) -> None:
@@ -194,7 +195,8 @@ def check_target(output_dir: Path, new_files: set[str], *, overwrite: bool) -> s
         report = read_json(output_dir / REPORT_FILE)
         files = report.get("files") if isinstance(report, dict) else None
         # Plain names only: a report must not make this delete anything outside the folder.
-        old = {f for f in files or [] if isinstance(f, str) and f in present}
+        if isinstance(files, list):
+            old = {f for f in files if isinstance(f, str) and f in present and not (output_dir / f).is_dir()}
     weights = {name for name in present if name.endswith((".safetensors", ".bin"))} | (
         present & {CONFIG_FILE, INDEX_FILE}
     )
@@ -206,7 +208,8 @@ def check_target(output_dir: Path, new_files: set[str], *, overwrite: bool) -> s
         )
     if old and not overwrite:
         raise ConfigError(
-            f"output_dir {str(output_dir)!r} already holds an export; use --overwrite to replace it, or another --output_dir"
+            f"output_dir {str(output_dir)!r} already holds an export; use --overwrite to replace it, "
+            "or another --output_dir"
         )
     return old
 

@@ -1,4 +1,4 @@
-"""`auto-round [quantize] | eval | compare`: finds the command, runs it, turns errors into one sentence and an exit code.
+"""`auto-round [quantize] | eval | compare`: finds the command, runs it, makes errors one sentence and an exit code.
 
 Exit codes: 0 done, 1 the work failed, 2 the command line is wrong, 130 interrupted.
 """
@@ -11,7 +11,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from autoround_fp8.errors import AutoRoundError, ConfigError
 from autoround_fp8.version import __version__
@@ -22,8 +22,8 @@ COMMANDS = ("quantize", "eval", "compare")
 class Parser(argparse.ArgumentParser):
     """argparse that names near matches of a mistyped option and never accepts abbreviations."""
 
-    def __init__(self, *args: object, **kwargs: object):
-        super().__init__(*args, allow_abbrev=False, **kwargs)  # type: ignore[arg-type]
+    def __init__(self, **kwargs: Any):
+        super().__init__(allow_abbrev=False, **kwargs)
 
     def error(self, message: str) -> NoReturn:
         """Prints one line and exits with code 2."""
@@ -45,7 +45,8 @@ def build_parser() -> Parser:
     parser = Parser(
         prog="auto-round",
         description="Static W8A8-FP8 checkpoints of language models: quantise, evaluate, compare.",
-        epilog="'auto-round MODEL ...' is short for 'auto-round quantize MODEL ...'; 'auto-round COMMAND --help' has the options.",
+        epilog="'auto-round MODEL ...' is short for 'auto-round quantize MODEL ...'; "
+        "'auto-round COMMAND --help' has the options.",
     )
     parser.add_argument("--version", action="version", version=f"autoround_fp8 {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)

@@ -86,8 +86,8 @@ def add_quantize_parser(subparsers: Any) -> None:
 
 
 class _Refuse(argparse.Action):
-    def __init__(self, *args: Any, reason: str, **kwargs: Any):
-        super().__init__(*args, nargs="?", **kwargs)
+    def __init__(self, *, reason: str, **kwargs: Any):
+        super().__init__(nargs="?", **kwargs)
         self._reason = reason
 
     def __call__(self, parser: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> None:

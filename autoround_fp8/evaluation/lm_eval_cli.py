@@ -5,6 +5,7 @@ Arguments are lm-eval's, unchanged: `autoround-fp8-lm-eval run --model autoround
 
 from __future__ import annotations
 
+import logging
 import sys
 
 from autoround_fp8.errors import AutoRoundError, ConfigError
@@ -23,11 +24,20 @@ def main() -> int:
             raise ConfigError("lm_eval is installed but cannot be imported; 'python -c \"import lm_eval\"' shows why")
         from lm_eval.__main__ import cli_evaluate
 
+        _show_messages()
         cli_evaluate()
     except AutoRoundError as e:
         print(f"autoround-fp8-lm-eval: error: {e}", file=sys.stderr)
         return 2 if isinstance(e, ConfigError) else 1
     return 0
+
+
+def _show_messages() -> None:
+    # lm-eval configures its own logger only; what is really evaluated is said by this package's.
+    package_logger = logging.getLogger("autoround_fp8")
+    if not package_logger.handlers:
+        package_logger.addHandler(logging.StreamHandler())
+    package_logger.setLevel(logging.INFO)
 
 
 if __name__ == "__main__":

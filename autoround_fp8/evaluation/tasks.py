@@ -6,6 +6,7 @@ Read `lm_eval_backend.py` for the model side.
 from __future__ import annotations
 
 import difflib
+import functools
 import logging
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -86,6 +87,19 @@ def resolve_tasks(tasks: Sequence[str], include_path: str | Path | None = None) 
     return ResolvedTasks(names=tuple(singles), items=tuple(items), manager=manager)
 
 
+@contextmanager
+def _kept_random_states() -> Iterator[None]:
+    # lm-eval seeds three generators and leaves them so; loading and task files draw from them, too.
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+
+
+@_kept_random_states()
 def run_tasks(
     model: Any,
     tokenizer: Any,
@@ -144,18 +158,17 @@ def run_tasks(
         trust_remote_code=trust_remote_code,
     )
     _check_generation_room(resolved, lm.max_length)
-    with _kept_random_states():
-        results = simple_evaluate(
-            model=lm,
-            tasks=list(resolved.items),
-            task_manager=resolved.manager,
-            num_fewshot=num_fewshot,
-            limit=limit,
-            batch_size=lm.batch_size,
-            device=str(lm.device),
-            log_samples=False,
-            bootstrap_iters=bootstrap_iters,
-        )
+    results = simple_evaluate(
+        model=lm,
+        tasks=list(resolved.items),
+        task_manager=resolved.manager,
+        num_fewshot=num_fewshot,
+        limit=limit,
+        batch_size=lm.batch_size,
+        device=str(lm.device),
+        log_samples=False,
+        bootstrap_iters=bootstrap_iters,
+    )
     name = type(model).__name__ if isinstance(model, torch.nn.Module) else str(model)
     return {**results, "autoround_fp8": {"model": name, "linears": lm.linears, "bos_rule": lm.bos_rule.reason}}
 
@@ -191,11 +204,19 @@ def _find(wanted: Sequence[str], include_path: str | Path | None) -> tuple[Any, 
     # lm-eval's own 14000 tasks take ten seconds to index, so that is done only if something names one of them.
     manager = TaskManager(include_path=folders, include_defaults=False)
     if not all(_is_local(word, manager.task_index) for word in wanted):
-        manager = TaskManager(include_path=folders)
+        manager = TaskManager(include_path=folders) if folders else _builtin_manager()
     names: list[str] = []
     for word in wanted:
         names.extend(name for name in _names_of(word, manager) if name not in names)
     return manager, names
+
+
+@functools.cache
+def _builtin_manager() -> Any:
+    """lm-eval's own tasks, indexed once per process: nothing of it changes while the process lives."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager()
 
 
 def _names_of(word: str, manager: Any) -> list[str]:
@@ -363,15 +384,3 @@ def _check_generation_room(tasks: ResolvedTasks, max_length: int) -> None:
                     f"task {task.task_name!r} generates {wanted} tokens, which must be less than the model's context "
                     f"({max_length} tokens); leave it out"
                 )
-
-
-@contextmanager
-def _kept_random_states() -> Iterator[None]:
-    # simple_evaluate seeds three generators and leaves them so.
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-            yield
-    finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)

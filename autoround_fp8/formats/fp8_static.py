@@ -1,7 +1,8 @@
 """`fp8_static`: the layout of Intel auto-round's `auto_round:fp8_static` checkpoints.
 
-Per linear: `X.weight` float8_e4m3fn `[out, in]`, `X.weight_scale` float32 `[out]` or `[1]`, `X.input_scale` float32 `[1]`.
-Layers that stay in 16 bit are listed under `extra_config`. Source: auto-round 0.16.1, export/export_to_autoround/export_to_fp8.py.
+A linear: `X.weight` float8_e4m3fn `[out, in]`, `X.weight_scale` float32 `[out]`/`[1]`, `X.input_scale` float32 `[1]`.
+Layers that stay in 16 bit are listed under `extra_config`.
+Source: auto-round 0.16.1, export/export_to_autoround/export_to_fp8.py.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Fp8StaticFormat:
     """Intel auto-round's static FP8 layout; see the module docstring."""
 
     name = "fp8_static"
-    aliases = ("auto_round", "auto_round:fp8_static", "auto-round", "auto-round:fp8_static")
+    aliases: tuple[str, ...] = ("auto_round", "auto_round:fp8_static", "auto-round", "auto-round:fp8_static")
 
     def validate(self, schemes: Mapping[str, QuantizationScheme]) -> None:
         """Accepts every scheme this package makes: per-channel or per-tensor weights, static per-tensor inputs."""

@@ -23,9 +23,9 @@ from autoround_fp8.schemes import QuantizationScheme, validate_scheme
 class WeightFP8ActFP8StaticQuantLinear(nn.Module):
     """A linear layer `[..., in] -> [..., out]` that holds its weight as FP8 codes.
 
-    Its state has `weight` (float8_e4m3fn `[out, in]`), `weight_scale` (float32 `[out, 1]` or `[1]`), `input_scale` (float32
-    `[1]`) and, if any, `bias` (`[out]`). Codes and scales keep their dtypes whatever the module is cast to. Tensors start on
-    the meta device; a layer whose tensors were not loaded refuses to run.
+    Its state has `weight` (float8_e4m3fn `[out, in]`), `weight_scale` (float32 `[out, 1]` or `[1]`), `input_scale`
+    (float32 `[1]`) and, if any, `bias` (`[out]`). Codes and scales keep their dtypes whatever the module is cast to.
+    Tensors start on the meta device; a layer whose tensors were not loaded refuses to run.
 
     Args:
         in_features: Size of the last input dimension.

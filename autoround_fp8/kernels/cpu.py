@@ -1,8 +1,8 @@
 """CPU kernel: FP8 weights stay FP8 in memory and are decoded for each product by integer arithmetic.
 
-torch's own FP8 casts are scalar on a CPU; the same bits come out of a few vectorised integer passes. The product runs in
-bfloat16 where the CPU has it, in float32 elsewhere (codes are exact in both). Never `torch._scaled_mm`: on a CPU it is an
-emulation.
+torch's own FP8 casts are scalar on a CPU; the same bits come out of a few vectorised integer passes. The product runs
+in bfloat16 where the CPU has it, in float32 elsewhere (codes are exact in both). Never `torch._scaled_mm`: on a CPU it
+is an emulation.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ def choose_kernel(problem: LinearProblem, requested: str = "auto") -> tuple[Kern
         if reason is not None:
             raise ConfigError(f"kernel {requested!r} cannot compute {problem.name!r}: {reason}; use --kernel auto")
         return named, []
-    refused = []
+    refused: list[str] = []
     for kernel in KERNELS:
         reason = kernel.unsupported_reason(problem)
         if reason is None:

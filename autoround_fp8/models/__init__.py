@@ -1,1 +1,1 @@
-"""What is known about model architectures: meta skeletons, where the blocks are, how checkpoint names map, fused groups."""
+"""What is known of architectures: meta skeletons, where the blocks are, how checkpoint names map, fused groups."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-# Linears that engines fuse into one matrix, so that they must share one input scale, and be quantised all or not at all.
+# Linears that engines fuse into one matrix, so they must share one input scale, and be quantised all or not at all.
 FUSED_GROUPS: tuple[tuple[str, ...], ...] = (
     ("q_proj", "k_proj", "v_proj"),
     ("gate_proj", "up_proj"),

@@ -74,7 +74,7 @@ def load_config(folder: Path, *, trust_remote_code: bool = False) -> tuple[dict[
     raw = read_json(folder / "config.json")
     if not isinstance(raw, dict):
         raise CheckpointError(f"{folder / 'config.json'} is not a JSON object")
-    model_type = raw.get("model_type")
+    model_type: Any = raw.get("model_type")
     known = model_type in CONFIG_MAPPING
     if raw.get("auto_map") and not known and not trust_remote_code:
         raise ConfigError(
@@ -125,7 +125,7 @@ def build_skeleton(
         dtype: dtype the model computes in.
 
     Raises:
-        UnsupportedModelError: If there is no causal LM class, no list of decoder blocks, or a parameter without a tensor.
+        UnsupportedModelError: If there is no causal LM class, no list of decoder blocks, or a parameter without tensor.
     """
     from transformers import AutoModelForCausalLM
 
@@ -149,7 +149,7 @@ def find_blocks(model: nn.Module, config: Any) -> tuple[str, ...]:
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     text_config = config.get_text_config(decoder=True)
-    count = getattr(text_config, "num_hidden_layers", None)
+    count: Any = getattr(text_config, "num_hidden_layers", None)
     lists = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count]
     found = [n for n, m in lists if all(isinstance(layer, GradientCheckpointingLayer) for layer in m)]
     found = found or [
@@ -167,8 +167,8 @@ def map_names(model: Any, tensor_names: Iterable[str]) -> dict[str, str]:
     """Maps the model's parameter and buffer names to checkpoint tensors by transformers' renaming rules.
 
     Raises:
-        UnsupportedModelError: If a parameter has no tensor, two tensors claim one parameter, or a parameter would have to
-            be computed from several tensors.
+        UnsupportedModelError: If a parameter has no tensor, two tensors claim one parameter, or a parameter would
+            have to be computed from several tensors.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, rename_source_key
@@ -176,7 +176,7 @@ def map_names(model: Any, tensor_names: Iterable[str]) -> dict[str, str]:
     state = model.state_dict()
     transforms = get_model_conversion_mapping(model)
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
-    renamings = [t for t in transforms if not isinstance(t, WeightConverter)]
+    renamings: Any = [t for t in transforms if not isinstance(t, WeightConverter)]
     sources: dict[str, str] = {}
     for name in sorted(tensor_names):
         target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, state)

@@ -40,12 +40,14 @@ class AbsMaxObserver:
         seen = self.ranges.setdefault(name, InputRange())
         if x.numel() == 0:
             return
-        if self._last is not None and self._last[0] is x and self._last[1] == x._version:
+        # Inference tensors have no version, so a change in place could not be seen: their range is always computed.
+        version = None if x.is_inference() else x._version
+        if version is not None and self._last is not None and self._last[0] is x and self._last[1] == version:
             amax = self._last[2]
         else:
             low, high = torch.aminmax(x)
             amax = float(torch.maximum(low.abs(), high.abs()))
-            self._last = (x, x._version, amax)
+            self._last = None if version is None else (x, version, amax)
         if not amax <= torch.finfo(torch.float32).max:
             raise NumericsError(f"the input of {name!r} holds NaN or infinity during calibration")
         seen.amax = max(seen.amax, amax)
@@ -54,7 +56,9 @@ class AbsMaxObserver:
     @contextmanager
     def attached(self, modules: Mapping[str, nn.Module]) -> Iterator[None]:
         """Observes the given layers for the duration of the context."""
-        handles = [module.register_forward_pre_hook(self._hook(name)) for name, module in modules.items()]
+        handles = [
+            module.register_forward_pre_hook(self._hook(name), with_kwargs=True) for name, module in modules.items()
+        ]
         try:
             yield
         finally:
@@ -63,7 +67,7 @@ class AbsMaxObserver:
             self._last = None
 
     def _hook(self, name: str) -> Any:
-        def hook(_module: nn.Module, args: tuple[Any, ...]) -> None:
-            self.observe(name, args[0])
+        def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self.observe(name, args[0] if args else kwargs["input"])
 
         return hook

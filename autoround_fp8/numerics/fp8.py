@@ -1,6 +1,7 @@
 """FP8 E4M3FN: amax -> scale -> codes -> values, and the signal-to-noise ratio.
 
-A scale is always the multiplier that takes a code back to a value. Read `granularity.py` for which elements share a scale.
+A scale is always the multiplier that takes a code back to a value. Read `granularity.py` for which elements share a
+scale.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ def amax_to_scale(amax: torch.Tensor) -> torch.Tensor:
         amax: Largest absolute values, float32, any shape, finite and >= 0.
 
     Returns:
-        Float32 scales of the same shape: `amax / 448` rounded up to a bfloat16-representable value, at least 2**-126, so a
-        zero row gets a finite scale.
+        Float32 scales of the same shape: `amax / 448` rounded up to a bfloat16-representable value, at least 2**-126,
+        so a zero row gets a finite scale.
 
     Raises:
         ValueError: If an amax is NaN, infinite or negative.
@@ -58,8 +59,8 @@ def quantize_fp8(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         scale: Dequantisation multiplier, float32, broadcastable to `x`.
 
     Returns:
-        `float8_e4m3fn` of `x`'s shape. Values beyond 448 scales saturate: E4M3FN has no infinity, and a cast without the
-        clamp would give NaN.
+        `float8_e4m3fn` of `x`'s shape. Values beyond 448 scales saturate: E4M3FN has no infinity, and a cast without
+        the clamp would give NaN.
     """
     return (x.float() / scale).clamp_(-FP8_MAX, FP8_MAX).to(FP8_DTYPE)
 

@@ -1,0 +1,299 @@
+"""`writer.py`: exact files, one moment of truth, and nothing of the user's ever touched."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from autoround_fp8.checkpoint.layout import ExportLayout, PlannedTensor, plan_layout
+from autoround_fp8.checkpoint.reader import DTYPE_NAMES, CheckpointReader, InMemorySource
+from autoround_fp8.checkpoint.writer import STAGING_DIR, CheckpointWriter
+from autoround_fp8.errors import CheckpointError, ConfigError
+
+
+def some_tensors() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    tensors = {f"layers.{i}.w": torch.randint(0, 127, (4, 8), dtype=torch.uint8).view(torch.float8_e4m3fn) for i in range(3)}
+    tensors |= {f"layers.{i}.s": torch.rand(4) for i in range(3)}
+    return {**tensors, "norm": torch.randn(5).bfloat16(), "empty": torch.zeros(0, 2), "scalar": torch.tensor(3)}
+
+
+def plan(tensors: dict[str, torch.Tensor], limit: int = 10**9, copied: tuple[str, ...] = ()) -> ExportLayout:
+    planned = [
+        PlannedTensor(name=n, dtype=DTYPE_NAMES[t.dtype], shape=tuple(t.shape), source=n if n in copied else None)
+        for n, t in tensors.items()
+    ]
+    return plan_layout(planned, copied, (), limit)
+
+
+def export(folder: Path, limit: int = 10**9, *, overwrite: bool = False, seed: int = 0, **side: bytes) -> None:
+    tensors = some_tensors() | {"norm": torch.full((5,), float(seed)).bfloat16()}
+    files = {name.replace("_json", ".json"): content for name, content in side.items()}
+    writer = CheckpointWriter(folder, plan(tensors, limit), files, overwrite=overwrite)
+    for name, tensor in tensors.items():
+        writer.write(name, tensor)
+    writer.finish({"seed": seed}, {"schema": 1})
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+
+
+@pytest.mark.parametrize("limit", [10**9, 50])
+def test_safetensors_reads_the_files_bit_for_bit(tmp_path: Path, limit: int):
+    tensors = some_tensors()
+    out = tmp_path / "a" / "b"
+    writer = CheckpointWriter(out, plan(tensors, limit, copied=("norm", "empty")), {})
+    for name in reversed(list(tensors)):
+        if name not in ("norm", "empty"):
+            writer.write(name, tensors[name])
+    writer.copy_rest(InMemorySource(tensors))
+    writer.finish({"model_type": "x"}, {})
+    files = sorted(out.glob("*.safetensors"))
+    assert (len(files) > 1) == (limit == 50)
+    read = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    assert read.keys() == tensors.keys()
+    assert all(same_bits(read[name], tensors[name]) for name in tensors)
+    own = CheckpointReader(out)
+    assert all(same_bits(own.read(name), tensors[name]) for name in tensors)
+
+
+def test_side_files_config_and_report(tmp_path: Path):
+    (tmp_path / "tok.json").write_bytes(b"\x00tok")
+    tensors = {"a": torch.zeros(2)}
+    side: dict[str, Path | bytes] = {"tok.json": tmp_path / "tok.json", "gen.json": b"{}"}
+    writer = CheckpointWriter(tmp_path / "out", plan(tensors), side)
+    writer.write("a", tensors["a"])
+    writer.finish({"x": "ü"}, {"schema": 1})
+    found = snapshot(tmp_path / "out")
+    assert set(found) == {"config.json", "gen.json", "model.safetensors", "quantization_report.json", "tok.json"}
+    assert found["tok.json"] == b"\x00tok"
+    assert json.loads(found["config.json"]) == {"x": "ü"}
+    assert json.loads(found["quantization_report.json"]) == {"schema": 1, "files": sorted(found)}
+
+
+def test_non_contiguous_tensor_is_written_in_c_order(tmp_path: Path):
+    tensor = torch.arange(12.0).reshape(3, 4).t()
+    writer = CheckpointWriter(tmp_path, plan({"a": tensor}), {})
+    writer.write("a", tensor)
+    writer.finish({}, {})
+    assert torch.equal(load_file(tmp_path / "model.safetensors")["a"], tensor)
+
+
+@pytest.mark.parametrize("wrong", [torch.zeros(2, dtype=torch.float16), torch.zeros(3), torch.zeros(2, 1), torch.zeros(())])
+def test_wrong_dtype_or_shape_is_refused(tmp_path: Path, wrong: torch.Tensor):
+    writer = CheckpointWriter(tmp_path, plan({"a": torch.zeros(2)}), {})
+    with pytest.raises(CheckpointError, match=r"'a' is torch\.float.* planned F32 \(2,\)"):
+        writer.write("a", wrong)
+    writer.abort()
+
+
+def test_tensor_written_twice_is_refused(tmp_path: Path):
+    writer = CheckpointWriter(tmp_path, plan({"a": torch.zeros(2)}), {})
+    writer.write("a", torch.zeros(2))
+    with pytest.raises(CheckpointError, match="'a' was written twice"):
+        writer.write("a", torch.ones(2))
+    writer.abort()
+
+
+def test_missing_tensor_is_refused_at_finish_and_nothing_appears(tmp_path: Path):
+    writer = CheckpointWriter(tmp_path / "out", plan(some_tensors()), {})
+    writer.write("norm", some_tensors()["norm"])
+    with pytest.raises(CheckpointError, match=r"8 planned tensors were never written, first 'layers\.0\.w'"):
+        writer.finish({}, {})
+    assert [p.name for p in (tmp_path / "out").iterdir()] == [STAGING_DIR]
+    writer.abort()
+    assert not (tmp_path / "out").exists()
+
+
+def test_source_shorter_than_planned_is_noticed(tmp_path: Path):
+    class Short(InMemorySource):
+        def chunks(self, name: str) -> Any:
+            yield memoryview(b"\0" * 4)
+
+    writer = CheckpointWriter(tmp_path, plan({"a": torch.zeros(2)}, copied=("a",)), {})
+    with pytest.raises(CheckpointError, match="'a' has 4 bytes, planned 8"):
+        writer.copy_rest(Short({"a": torch.zeros(2)}))
+    writer.abort()
+
+
+def test_abort_removes_only_its_own(tmp_path: Path):
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "sub").mkdir()
+    before = snapshot(tmp_path)
+    writer = CheckpointWriter(tmp_path, plan(some_tensors()), {"tok.json": b""})
+    writer.write("norm", some_tensors()["norm"])
+    writer.abort()
+    writer.abort()
+    assert snapshot(tmp_path) == before
+    assert {p.name for p in tmp_path.iterdir()} == {"notes.txt", "sub"}
+
+
+def test_abort_removes_the_folders_it_made_unless_something_is_in_them(tmp_path: Path):
+    writer = CheckpointWriter(tmp_path / "x" / "y" / "z", plan({"a": torch.zeros(2)}), {})
+    (tmp_path / "x" / "user.txt").write_text("u")
+    writer.abort()
+    assert sorted(p.name for p in tmp_path.rglob("*")) == ["user.txt", "x"]
+
+
+def test_user_files_are_kept(tmp_path: Path):
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "model.safetensors").write_text("deep")
+    export(tmp_path)
+    found = snapshot(tmp_path)
+    assert found["notes.txt"] == b"mine"
+    assert found["sub/model.safetensors"] == b"deep"
+    assert not (tmp_path / STAGING_DIR).exists()
+
+
+def test_leftovers_of_a_killed_run_do_not_get_in(tmp_path: Path):
+    (tmp_path / STAGING_DIR).mkdir()
+    (tmp_path / STAGING_DIR / "model-00009-of-00009.safetensors").write_text("half")
+    export(tmp_path)
+    assert set(snapshot(tmp_path)) == {"config.json", "model.safetensors", "quantization_report.json"}
+
+
+@pytest.mark.parametrize(("first", "second"), [(50, 10**9), (10**9, 50), (50, 90)])
+def test_overwrite_leaves_no_stale_shard_or_index(tmp_path: Path, first: int, second: int):
+    export(tmp_path, first, seed=1, old_json=b"old")
+    (tmp_path / "notes.txt").write_text("mine")
+    export(tmp_path, second, overwrite=True, seed=2, new_json=b"new")
+    fresh = tmp_path / "fresh"
+    export(fresh, second, seed=2, new_json=b"new")
+    found = {name: raw for name, raw in snapshot(tmp_path).items() if not name.startswith("fresh/")}
+    assert found == {**snapshot(fresh), "notes.txt": b"mine"}
+    assert torch.equal(CheckpointReader(tmp_path).read("norm"), torch.full((5,), 2.0).bfloat16())
+
+
+def test_without_overwrite_an_earlier_export_is_untouched(tmp_path: Path):
+    export(tmp_path, seed=1)
+    before = snapshot(tmp_path)
+    with pytest.raises(ConfigError, match="already holds an export; use --overwrite"):
+        export(tmp_path, seed=2)
+    assert snapshot(tmp_path) == before
+
+
+def test_old_export_stays_until_the_new_one_is_complete(tmp_path: Path):
+    export(tmp_path, 50, seed=1)
+    before = snapshot(tmp_path)
+    writer = CheckpointWriter(tmp_path, plan(some_tensors()), {}, overwrite=True)
+    writer.write("norm", some_tensors()["norm"])
+    with pytest.raises(CheckpointError, match="never written"):
+        writer.finish({}, {})
+    writer.abort()
+    assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "x.safetensors", "pytorch_model.bin", "tok.json"])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_foreign_checkpoint_is_refused_and_untouched(tmp_path: Path, name: str, overwrite: bool):
+    (tmp_path / name).write_text("theirs")
+    with pytest.raises(ConfigError, match=f"already holds '{name}', which this program did not write"):
+        export(tmp_path, overwrite=overwrite, tok_json=b"ours")
+    assert snapshot(tmp_path) == {name: b"theirs"}
+    assert [p.name for p in tmp_path.iterdir()] == [name]
+
+
+def test_foreign_weights_beside_an_own_export_are_refused(tmp_path: Path):
+    export(tmp_path)
+    (tmp_path / "other.safetensors").write_text("theirs")
+    before = snapshot(tmp_path)
+    with pytest.raises(ConfigError, match=r"'other\.safetensors'"):
+        export(tmp_path, overwrite=True)
+    assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize("files", [["../victim"], ["sub/victim"], ["/etc/hostname"], 5, {"a": 1}, None, [3, None]])
+def test_a_forged_report_deletes_nothing(tmp_path: Path, files: Any):
+    out = tmp_path / "out"
+    (out / "sub").mkdir(parents=True)
+    (out / "sub" / "victim").write_text("v")
+    (tmp_path / "victim").write_text("v")
+    (out / "quantization_report.json").write_text(json.dumps({"files": files}))
+    before = snapshot(tmp_path)
+    with pytest.raises(ConfigError, match=r"'quantization_report\.json', which this program did not write"):
+        export(out, overwrite=True)
+    assert snapshot(tmp_path) == before
+
+
+def test_a_forged_report_that_names_a_folder_destroys_nothing(tmp_path: Path):
+    export(tmp_path, seed=1)
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "victim").write_text("v")
+    report = tmp_path / "quantization_report.json"
+    report.write_text(json.dumps({"files": [*json.loads(report.read_text())["files"], "sub"]}))
+    export(tmp_path, overwrite=True, seed=2)
+    assert (tmp_path / "sub" / "victim").read_text() == "v"
+    assert json.loads((tmp_path / "config.json").read_text()) == {"seed": 2}
+
+
+@pytest.mark.parametrize("below", [False, True])
+def test_target_that_is_a_file_is_refused(tmp_path: Path, below: bool):
+    file = tmp_path / "file"
+    file.write_text("mine")
+    with pytest.raises((ConfigError, CheckpointError), match="output_dir"):
+        export(file / "deeper" if below else file)
+    assert snapshot(tmp_path) == {"file": b"mine"}
+
+
+def no_space(*_: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def tiny_disk(_: Any) -> Any:
+    return shutil._ntuple_diskusage(100, 90, 10)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "stub", "message"),
+    [
+        (os, "posix_fallocate", no_space, "No space left"),
+        (shutil, "disk_usage", no_space, "No space left"),
+        (shutil, "disk_usage", tiny_disk, "GB free, the export needs"),
+    ],
+)
+def test_full_disk_is_found_before_work_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, stub: Callable[..., Any], message: str
+):
+    monkeypatch.setattr(owner, name, stub)
+    with pytest.raises(CheckpointError, match=message):
+        export(tmp_path / "a" / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_failure_while_moving_is_reported_and_never_leaves_a_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    export(tmp_path, 50, seed=1)
+    writer = CheckpointWriter(tmp_path, plan(some_tensors()), {}, overwrite=True)
+    for name, tensor in some_tensors().items():
+        writer.write(name, tensor)
+    monkeypatch.setattr(os, "replace", no_space)
+    with pytest.raises(CheckpointError, match="cannot finish the export.*No space left"):
+        writer.finish({}, {})
+    writer.abort()
+    assert not (tmp_path / "config.json").exists()
+
+
+def test_side_file_that_vanished_keeps_the_old_export(tmp_path: Path):
+    out = tmp_path / "out"
+    export(out, seed=1)
+    before = snapshot(out)
+    writer = CheckpointWriter(out, plan({"a": torch.zeros(2)}), {"tok.json": tmp_path / "gone"}, overwrite=True)
+    writer.write("a", torch.zeros(2))
+    with pytest.raises(CheckpointError, match="cannot finish the export"):
+        writer.finish({}, {})
+    writer.abort()
+    assert snapshot(out) == before
