@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 from autoround_fp8.errors import CheckpointError, ConfigError
 
@@ -32,7 +33,7 @@ def locate_checkpoint(model: str | Path) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     # The bases bring in the network errors of whichever HTTP client the hub library uses; some are no OSError.
-    failures = (OSError, LocalEntryNotFoundError, HFValidationError, HfHubHTTPError, *HfHubHTTPError.__bases__)
+    failures: Any = (OSError, LocalEntryNotFoundError, HFValidationError, HfHubHTTPError, *HfHubHTTPError.__bases__)
 
     try:
         return Path(snapshot_download(word, allow_patterns=_WANTED, etag_timeout=5))

@@ -34,7 +34,8 @@ class ParsedQuantization:
         if fqn in self.exceptions:
             return self.exceptions[fqn]
         for pattern, scheme in self.exceptions.items():
-            if matches_layer(pattern, fqn):
+            # Intel's exporter writes `.*k_proj.*`: a regular expression, where a user's `*` stands for part of a name.
+            if matches_layer(f"(?:{pattern})" if ".*" in pattern else pattern, fqn):
                 return scheme
         inside = any(fqn.startswith(prefix + ".") for prefix in self.block_prefixes)
         return self.scheme if inside else UNQUANTIZED

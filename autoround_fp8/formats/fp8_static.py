@@ -105,6 +105,7 @@ class Fp8StaticFormat:
                 exceptions[fqn] = UNQUANTIZED
             else:
                 exceptions[fqn] = dataclasses.replace(scheme, **{k: v for k, v in fields.items() if k in names})
+                validate_scheme(exceptions[fqn], f"extra_config {fqn!r}")
         prefixes = block.get("block_name_to_quantize") or "model.layers"
         if isinstance(prefixes, str):
             prefixes = prefixes.split(",")

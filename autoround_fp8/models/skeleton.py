@@ -68,6 +68,7 @@ def load_config(folder: Path, *, trust_remote_code: bool = False) -> tuple[dict[
         ConfigError: If the model needs code from its folder and `trust_remote_code` is off.
         UnsupportedModelError: If transformers does not know the model type.
     """
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -75,7 +76,7 @@ def load_config(folder: Path, *, trust_remote_code: bool = False) -> tuple[dict[
     if not isinstance(raw, dict):
         raise CheckpointError(f"{folder / 'config.json'} is not a JSON object")
     model_type: Any = raw.get("model_type")
-    known = model_type in CONFIG_MAPPING
+    known = isinstance(model_type, str) and model_type in CONFIG_MAPPING
     if raw.get("auto_map") and not known and not trust_remote_code:
         raise ConfigError(
             f"model {str(folder)!r} (model_type {model_type!r}) brings its own code, which is run only with "
@@ -85,7 +86,7 @@ def load_config(folder: Path, *, trust_remote_code: bool = False) -> tuple[dict[
         raise UnsupportedModelError(
             f"model_type {model_type!r} of {str(folder)!r} is not known to the installed transformers"
         )
-    if model_type in REFUSED:
+    if known and model_type in REFUSED:
         raise UnsupportedModelError(f"model_type {model_type!r} is not supported: {REFUSED[model_type]}")
     fields = {key: value for key, value in raw.items() if key != "quantization_config"}
     try:
@@ -95,8 +96,8 @@ def load_config(folder: Path, *, trust_remote_code: bool = False) -> tuple[dict[
             config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
             if hasattr(config, "quantization_config"):
                 del config.quantization_config
-    except (ValueError, TypeError, KeyError, AttributeError) as e:
-        raise CheckpointError(f"transformers cannot read {folder / 'config.json'}: {e}") from e
+    except (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as e:
+        raise CheckpointError(f"transformers cannot read {folder / 'config.json'}: {' '.join(str(e).split())}") from e
     return raw, config
 
 

@@ -79,7 +79,9 @@ def hub_errors() -> list[Exception]:
 @pytest.mark.parametrize("error", hub_errors(), ids=lambda e: type(e).__name__)
 def test_hub_failure_is_one_sentence(error: Exception, monkeypatch: pytest.MonkeyPatch):
     stub_hub(monkeypatch, error)
-    with pytest.raises(CheckpointError, match="'org/name' is neither a local folder nor to be had from the hub") as raised:
+    with pytest.raises(
+        CheckpointError, match="'org/name' is neither a local folder nor to be had from the hub"
+    ) as raised:
         locate_checkpoint("org/name")
     assert "\n" not in str(raised.value)
 

@@ -98,7 +98,7 @@ def test_fp8_or_integers_never_become_16_bit_silently(stored: torch.dtype, expec
 def test_nan_and_infinity_name_the_tensor(dtype: torch.dtype, bad: float):
     tensor = torch.zeros(3, 4, dtype=dtype)
     tensor[2, 3] = bad
-    with pytest.raises(NumericsError, match="'head.weight' holds NaN or infinity"):
+    with pytest.raises(NumericsError, match=r"'head\.weight' holds NaN or infinity"):
         fill(toy(dtype), weights(**{"inner__weight": torch.zeros(3, 4), "head__weight": tensor}))
 
 

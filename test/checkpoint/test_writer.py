@@ -22,7 +22,9 @@ from autoround_fp8.errors import CheckpointError, ConfigError
 
 def some_tensors() -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
-    tensors = {f"layers.{i}.w": torch.randint(0, 127, (4, 8), dtype=torch.uint8).view(torch.float8_e4m3fn) for i in range(3)}
+    tensors = {
+        f"layers.{i}.w": torch.randint(0, 127, (4, 8), dtype=torch.uint8).view(torch.float8_e4m3fn) for i in range(3)
+    }
     tensors |= {f"layers.{i}.s": torch.rand(4) for i in range(3)}
     return {**tensors, "norm": torch.randn(5).bfloat16(), "empty": torch.zeros(0, 2), "scalar": torch.tensor(3)}
 
@@ -49,7 +51,11 @@ def snapshot(folder: Path) -> dict[str, bytes]:
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+    return (
+        a.dtype == b.dtype
+        and a.shape == b.shape
+        and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+    )
 
 
 @pytest.mark.parametrize("limit", [10**9, 50])
@@ -93,7 +99,9 @@ def test_non_contiguous_tensor_is_written_in_c_order(tmp_path: Path):
     assert torch.equal(load_file(tmp_path / "model.safetensors")["a"], tensor)
 
 
-@pytest.mark.parametrize("wrong", [torch.zeros(2, dtype=torch.float16), torch.zeros(3), torch.zeros(2, 1), torch.zeros(())])
+@pytest.mark.parametrize(
+    "wrong", [torch.zeros(2, dtype=torch.float16), torch.zeros(3), torch.zeros(2, 1), torch.zeros(())]
+)
 def test_wrong_dtype_or_shape_is_refused(tmp_path: Path, wrong: torch.Tensor):
     writer = CheckpointWriter(tmp_path, plan({"a": torch.zeros(2)}), {})
     with pytest.raises(CheckpointError, match=r"'a' is torch\.float.* planned F32 \(2,\)"):
@@ -281,7 +289,7 @@ def test_failure_while_moving_is_reported_and_never_leaves_a_config(tmp_path: Pa
     for name, tensor in some_tensors().items():
         writer.write(name, tensor)
     monkeypatch.setattr(os, "replace", no_space)
-    with pytest.raises(CheckpointError, match="cannot finish the export.*No space left"):
+    with pytest.raises(CheckpointError, match=r"cannot finish the export.*No space left"):
         writer.finish({}, {})
     writer.abort()
     assert not (tmp_path / "config.json").exists()

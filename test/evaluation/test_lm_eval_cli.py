@@ -12,7 +12,6 @@ import pytest
 
 from autoround_fp8.evaluation import lm_eval_cli
 
-
 # Without the index of lm-eval's own tasks, which takes ten seconds to read.
 RUN = """
 import sys

@@ -122,7 +122,9 @@ def test_per_channel_scales_are_read_in_other_shapes_and_dtypes(shape: tuple[int
 def test_scales_that_are_not_finite_and_positive_are_named(bad: float, part: str):
     scale = torch.full((3,) if part == "weight_scale" else (1,), 0.5)
     scale[-1] = bad
-    with pytest.raises(CheckpointError, match=rf"up_proj\.{part}' holds a scale that is NaN, infinite, zero or negative"):
+    with pytest.raises(
+        CheckpointError, match=rf"up_proj\.{part}' holds a scale that is NaN, infinite, zero or negative"
+    ):
         with_part(CHANNEL, part, scale)
 
 
@@ -198,6 +200,7 @@ def test_intels_block_with_a_regular_expression():
 def test_exact_names_come_before_patterns_and_may_lie_outside_the_blocks():
     extra = {r".*up_proj.*": {"bits": 16}, "model.layers.0.up_proj": {"group_size": 0}, "lm_head": {"bits": 8}}
     parsed = parse({**INTEL_BLOCK, "extra_config": extra})
+    assert parsed.resolve("model.layers.0.mlp.up_proj") == UNQUANTIZED
     assert parsed.resolve("model.layers.0.up_proj") == TENSOR
     assert parsed.resolve("model.layers.1.up_proj") == UNQUANTIZED
     assert parsed.resolve("lm_head") == CHANNEL

@@ -112,6 +112,7 @@ def test_inference_tensors_are_observed_and_never_stale():
     assert [observer.ranges[name].amax for name in "ab"] == [1.0, 4.0]
 
 
+@torch.no_grad()
 def test_attached_hooks_watch_and_go_away_again():
     layers = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 2)})
     observer = AbsMaxObserver()

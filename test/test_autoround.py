@@ -1,0 +1,189 @@
+"""The Python face: its arguments, and that its ways to the same checkpoint give the same checkpoint."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_models import VOCAB_SIZE, save_tiny_model, tiny_model, tiny_tokenizer
+
+from autoround_fp8 import AutoRound, QuantizationScheme, WeightFP8ActFP8StaticQuantLinear, load_quantized_model
+from autoround_fp8.autoround import parse_names
+from autoround_fp8.errors import AutoRoundError, ConfigError
+
+ROWS = torch.randint(4, VOCAB_SIZE, (3, 16), generator=torch.Generator().manual_seed(3))
+SETTINGS: dict[str, Any] = {"dataset": ROWS, "nsamples": 3, "seqlen": 16, "batch_size": 2, "device_map": "cpu"}
+
+
+def rounder(model: Any, **settings: Any) -> AutoRound:
+    return AutoRound(model, **{**SETTINGS, **settings})
+
+
+def assert_same_export(one: str | Path, other: str | Path) -> None:
+    first, second = load_file(Path(one) / "model.safetensors"), load_file(Path(other) / "model.safetensors")
+    assert first.keys() == second.keys()
+    for name, tensor in first.items():
+        assert torch.equal(tensor.view(torch.uint8), second[name].view(torch.uint8)), name
+    for name in ("config.json", "quantization_config.json"):
+        assert (Path(one) / name).read_bytes() == (Path(other) / name).read_bytes()
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=ROWS).logits
+
+
+@pytest.mark.parametrize("keyword", ["ignore_layer", "nsample", "group_sise", "enable_minmax_tuning", "amp"])
+def test_an_unknown_keyword_is_a_type_error(keyword: str) -> None:
+    with pytest.raises(TypeError, match=keyword):
+        rounder(tiny_model(), **{keyword: 1})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"iters": 200}, "iters"),
+        ({"scheme": "W4A16"}, "W4A16"),
+        ({"scheme": {"bits": 4}}, r"bits \(4\)"),
+        ({"scheme": {"group_size": 128}}, r"group_size \(128\)"),
+        ({"scheme": {"act_dynamic": True}}, "act_dynamic"),
+        ({"scheme": {"bit": 8}}, "unknown scheme field 'bit'"),
+        ({"layer_config": {"down_proj": {"bits": 4}}}, "down_proj.*bits"),
+        ({"nsamples": 0}, "nsamples"),
+        ({"seqlen": 0}, "seqlen"),
+        ({"batch_size": 0}, "batch_size"),
+        ({"format": "gguf"}, "gguf"),
+    ],
+)
+def test_a_bad_argument_is_refused_at_once(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        rounder("no/such/folder/is/ever/opened", **settings)
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "tpu", "0,1"])
+def test_a_bad_device_is_refused(device: str) -> None:
+    with pytest.raises(ConfigError, match="device"):
+        rounder(tiny_model(), device_map=device).quantize()
+
+
+def test_a_missing_model_is_named() -> None:
+    with pytest.raises(AutoRoundError, match="no_such_model_here"):
+        rounder("./no_such_model_here")
+
+
+def test_argument_names_are_those_of_autoround() -> None:
+    names = list(inspect.signature(AutoRound).parameters)
+    assert names[:6] == ["model", "tokenizer", "scheme", "layer_config", "dataset", "iters"]
+    assert {"seqlen", "nsamples", "batch_size", "device_map", "seed", "ignore_layers", "format"} <= set(names)
+
+
+def test_a_quoted_scheme_name_and_a_scheme_object_are_understood() -> None:
+    for scheme in ("'fp8_static'", QuantizationScheme(), {"bits": 8, "data_type": "fp"}):
+        assert rounder(tiny_model(), scheme=scheme).config.scheme == QuantizationScheme()
+
+
+@pytest.mark.parametrize("names", ["q_proj, k_proj,,", ["q_proj", " k_proj"], ("q_proj", "k_proj")])
+def test_names_come_as_a_comma_list_or_a_sequence(names: Any) -> None:
+    assert parse_names(names) == ("q_proj", "k_proj")
+    assert parse_names(None) == parse_names("") == ()
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "gemma3_text"])
+def test_quantize_then_save_equals_quantize_and_save(tmp_path: Path, family: str) -> None:
+    source = save_tiny_model(tmp_path / "source", family)
+    together = rounder(source)
+    reloaded, one = together.quantize_and_save(tmp_path / "one")
+    apart = rounder(source)
+    model, _ = apart.quantize()
+    two = apart.save_quantized(tmp_path / "two")
+    assert_same_export(one, two)
+    assert torch.equal(logits(model), logits(reloaded))
+    assert torch.equal(logits(model), logits(load_quantized_model(two)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_quantised_model_is_the_reloaded_one_bit_for_bit(tmp_path: Path, dtype: torch.dtype) -> None:
+    auto_round = rounder(tiny_model("qwen2", dtype=dtype, tie_word_embeddings=True), tokenizer=tiny_tokenizer())
+    model, schemes = auto_round.quantize()
+    reloaded = load_quantized_model(auto_round.save_quantized(tmp_path / "out"))
+    assert len(schemes) == 14
+    assert schemes["model.layers.0.mlp.up_proj"]["data_type"] == "fp"
+    assert model.state_dict().keys() == reloaded.state_dict().keys()
+    for name, tensor in model.state_dict().items():
+        other = reloaded.state_dict()[name]
+        assert tensor.dtype == other.dtype
+        assert torch.equal(tensor.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8)), name
+    assert torch.equal(logits(model), logits(reloaded))
+
+
+def test_ignored_layers_stay_linear_in_both() -> None:
+    model, schemes = rounder(tiny_model(), ignore_layers="down_proj").quantize()
+    kinds = {name.rpartition(".")[2]: type(module) for name, module in model.named_modules()}
+    assert kinds["down_proj"] is torch.nn.Linear
+    assert kinds["up_proj"] is WeightFP8ActFP8StaticQuantLinear
+    assert schemes["model.layers.0.mlp.down_proj"]["bits"] == 16
+
+
+def test_save_quantized_before_quantize_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"quantize\(\)"):
+        rounder(tiny_model()).save_quantized(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_save_options_reach_the_writer(tmp_path: Path) -> None:
+    auto_round = rounder(tiny_model())
+    auto_round.quantize()
+    out = Path(auto_round.save_quantized(tmp_path / "out", "auto_round", max_shard_size="60KB"))
+    assert (out / "model.safetensors.index.json").exists()
+    with pytest.raises(ConfigError, match="overwrite"):
+        auto_round.save_quantized(out)
+    auto_round.save_quantized(out, overwrite=True)
+    assert (out / "model.safetensors").exists()
+
+
+def test_the_target_is_checked_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "out").write_text("a file")
+    auto_round = rounder(tiny_model())
+    monkeypatch.setattr("autoround_fp8.autoround.prepare", None)
+    with pytest.raises(ConfigError, match="is a file"):
+        auto_round.quantize_and_save(tmp_path / "out")
+
+
+FRESH = """
+import sys, torch
+from autoround_fp8 import AutoRound
+rows = torch.load(sys.argv[1])
+AutoRound(sys.argv[2], dataset=rows, nsamples=3, seqlen=16, batch_size=2, device_map="cpu").quantize_and_save(sys.argv[3])
+"""
+
+
+def test_a_second_run_in_the_process_equals_a_fresh_one(tmp_path: Path) -> None:
+    sources = [save_tiny_model(tmp_path / family, family) for family in ("qwen3", "gemma3_text")]
+    rows = tmp_path / "rows.pt"
+    torch.save(ROWS, rows)
+    outs = [rounder(source).quantize_and_save(tmp_path / f"here{i}")[1] for i, source in enumerate(sources)]
+    fresh = tmp_path / "fresh"
+    subprocess.run([sys.executable, "-c", FRESH, str(rows), str(sources[1]), str(fresh)], check=True)
+    assert_same_export(outs[1], fresh)
+
+
+def test_a_run_leaves_random_states_and_logging_alone(tmp_path: Path) -> None:
+    source = save_tiny_model(tmp_path / "source")
+    level, handlers = logging.getLogger().level, list(logging.getLogger().handlers)
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy(), torch.get_default_dtype()
+    rounder(source, dataset="builtin", nsamples=2).quantize_and_save(tmp_path / "out")
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert random.getstate() == states[1]
+    assert (np.random.get_state()[1] == states[2]).all()
+    assert torch.get_default_dtype() == states[3]
+    assert (logging.getLogger().level, list(logging.getLogger().handlers)) == (level, handlers)
+    assert torch.is_grad_enabled()

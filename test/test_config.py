@@ -1,0 +1,67 @@
+"""Settings are checked when they are made, and appear in the report as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+
+from autoround_fp8.config import QuantizeConfig
+from autoround_fp8.errors import ConfigError
+from autoround_fp8.schemes import parse_layer_config, parse_scheme
+
+
+@pytest.mark.parametrize("name", ["nsamples", "seqlen", "batch_size"])
+@pytest.mark.parametrize("value", [0, -1, 1.5, "8", True, None])
+def test_counts_must_be_whole_and_positive(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"{name} \({value!r}\)".replace("(-", r"(\-")):
+        QuantizeConfig(**{name: value})
+
+
+@pytest.mark.parametrize("iters", [1, 200, -1, None])
+def test_iters_other_than_zero_are_refused(iters: Any) -> None:
+    with pytest.raises(ConfigError, match="iters .* must be 0"):
+        QuantizeConfig(iters=iters)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("algorithm", "awq"), ("calibration_dtype", "float8"), ("seed", -1), ("seed", "42")]
+)
+def test_other_bad_values_are_named(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"{name}.*{value}"):
+        QuantizeConfig(**{name: value})
+
+
+def test_an_unknown_setting_is_a_type_error() -> None:
+    with pytest.raises(TypeError, match="ignore_layer"):
+        QuantizeConfig(ignore_layer="lm_head")  # type: ignore[call-arg]
+
+
+def test_settings_cannot_be_changed_later() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        QuantizeConfig().nsamples = 1  # type: ignore[misc]
+
+
+def test_two_configs_share_no_defaults() -> None:
+    one, two = QuantizeConfig(), QuantizeConfig()
+    assert one.scheme is not two.scheme
+    assert one.layer_config is not two.layer_config
+
+
+def test_the_report_holds_every_setting_as_json() -> None:
+    config = QuantizeConfig(
+        scheme=parse_scheme("FP8_STATIC_TENSOR"),
+        layer_config=parse_layer_config({"down_proj": "FP8_STATIC"}),
+        ignore_layers=("o_proj",),
+        dataset=["text"],
+        seed=3,
+    )
+    report = json.loads(json.dumps(config.to_report()))
+    assert report.keys() == {field.name for field in dataclasses.fields(QuantizeConfig)}
+    assert report["dataset"] == "<list>"
+    assert report["scheme"]["group_size"] == 0
+    assert report["layer_config"]["down_proj"]["group_size"] == -1
+    assert (report["ignore_layers"], report["seed"]) == (["o_proj"], 3)
+    assert QuantizeConfig(dataset="a.jsonl").to_report()["dataset"] == "a.jsonl"

@@ -1,0 +1,141 @@
+"""Which files of a source go along with the export, and what the sinks and the config block hold."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import tiny_model
+
+from autoround_fp8.config import QuantizeConfig
+from autoround_fp8.errors import CheckpointError
+from autoround_fp8.export import (
+    FormatSink,
+    MemorySink,
+    collect_side_files,
+    exported_config,
+    quantization_config_file,
+    tensor_bytes_total,
+)
+from autoround_fp8.formats.table import get_format
+from autoround_fp8.pipeline import open_model, prepare
+from autoround_fp8.records import QuantizedLinear
+from autoround_fp8.schemes import parse_layer_config
+
+FORMAT = get_format("fp8_static")
+
+
+def layer(fqn: str = "model.layers.0.mlp.up_proj") -> QuantizedLinear:
+    return QuantizedLinear(
+        fqn=fqn,
+        weight=torch.ones(3, 2).to(torch.float8_e4m3fn),
+        weight_scale=torch.tensor([[1.0], [2.0], [4.0]]),
+        input_scale=torch.tensor([0.5]),
+        bias=torch.ones(3),
+    )
+
+
+class FakeWriter:
+    """Keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.written: dict[str, torch.Tensor] = {}
+
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        self.written[name] = tensor
+
+
+def test_the_format_sink_writes_each_tensor_at_once() -> None:
+    writer: Any = FakeWriter()
+    FormatSink(writer, FORMAT).put(layer("a.b"))
+    shapes = {name: tuple(tensor.shape) for name, tensor in writer.written.items()}
+    assert shapes == {"a.b.weight": (3, 2), "a.b.weight_scale": (3,), "a.b.input_scale": (1,)}
+
+
+def test_the_memory_sink_keeps_layers_by_name_in_order() -> None:
+    sink = MemorySink()
+    layers = [layer("b"), layer("a")]
+    for one in layers:
+        sink.put(one)
+    assert list(sink.layers) == ["b", "a"]
+    assert sink.layers["a"] is layers[1]
+
+
+def write(folder: Path, *names: str) -> None:
+    for name in names:
+        (folder / name).write_bytes(name.encode())
+
+
+KEPT = ["LICENSE", "README.md", "chat_template.jinja", "generation_config.json", "tokenizer.model", "vocab.json"]
+LEFT = [
+    "config.json",
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "tf_model.h5",
+    "flax_model.msgpack",
+    "model.onnx",
+    "model.gguf",
+    "x.pth",
+    "quantization_config.json",
+    "quantization_report.json",
+    ".gitattributes",
+]
+
+
+@pytest.mark.parametrize("trust", [False, True])
+def test_side_files(tmp_path: Path, trust: bool) -> None:
+    write(tmp_path, *KEPT, *LEFT, "modeling_x.py")
+    (tmp_path / "original").mkdir()
+    files = collect_side_files(tmp_path, trust_remote_code=trust)
+    assert sorted(files) == sorted([*KEPT, *(["modeling_x.py"] if trust else [])])
+    assert all(files[name] == tmp_path / name for name in files)
+
+
+def test_a_link_to_a_file_is_followed(tmp_path: Path) -> None:
+    (tmp_path / "blobs").mkdir()
+    write(tmp_path / "blobs", "abc")
+    (tmp_path / "snapshot").mkdir()
+    (tmp_path / "snapshot" / "tokenizer.json").symlink_to(tmp_path / "blobs" / "abc")
+    assert list(collect_side_files(tmp_path / "snapshot", trust_remote_code=False)) == ["tokenizer.json"]
+
+
+def test_an_unreadable_file_is_named_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, "tokenizer.json")
+
+    def refuse(*_args: Any, **_kwargs: Any) -> Any:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: Permission denied"):
+        collect_side_files(tmp_path, trust_remote_code=False)
+
+
+def test_the_config_gets_exactly_one_new_block() -> None:
+    source = open_model(tiny_model())
+    config = QuantizeConfig(
+        dataset=torch.ones(1, 4, dtype=torch.int64),
+        device="cpu",
+        ignore_layers=("o_proj",),
+        layer_config=parse_layer_config({"down_proj": "FP8_STATIC_TENSOR"}),
+    )
+    plan = prepare(config, source).plan
+    raw = {"model_type": "qwen3", "odd": {"é": 1}, "quantization_config": {"old": 1}}
+    result = exported_config(raw, plan, FORMAT, config.scheme)
+    block = result["quantization_config"]
+    assert {k: v for k, v in result.items() if k != "quantization_config"} == {"model_type": "qwen3", "odd": {"é": 1}}
+    assert raw["quantization_config"] == {"old": 1}
+    assert "old" not in block
+    assert block["block_name_to_quantize"] == "model.layers"
+    assert block["extra_config"]["model.layers.0.self_attn.o_proj"]["bits"] == 16
+    assert block["extra_config"]["model.layers.1.mlp.down_proj"] == {"group_size": 0}
+    assert len(block["extra_config"]) == 4
+    assert json.loads(quantization_config_file(result)) == block
+
+
+def test_bytes_of_a_source() -> None:
+    model = tiny_model()
+    assert tensor_bytes_total(open_model(model).tensors) == sum(2 * p.numel() for p in model.parameters())
