@@ -259,12 +259,16 @@ def make_report(run: PreparedRun, blocks: list[BlockReport], seconds: float) -> 
 def _open_in_memory(model: Any, tokenizer: Any) -> ModelSource:
     import json
 
+    from transformers.core_model_loading import revert_weight_conversion
+
     if any(tensor.device.type == "meta" for tensor in model.state_dict().values()):
         raise UnsupportedModelError(
             "some weights of the model are on the meta device or offloaded; give its folder instead"
         )
     tied = set(model.all_tied_weights_keys)
     tensors = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+    # Under the names that a saved checkpoint has: transformers renames some layers when it loads one.
+    tensors = revert_weight_conversion(model, tensors)
     raw_config = json.loads(model.config.to_json_string(use_diff=True))
     raw_config["architectures"] = [type(model).__name__]
     raw_config["dtype"] = str(model.dtype).removeprefix("torch.")

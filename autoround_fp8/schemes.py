@@ -218,7 +218,7 @@ def matches_layer(pattern: str, fqn: str) -> bool:
     Raises:
         ConfigError: If the pattern is meant as a regular expression and is not one.
     """
-    if re.fullmatch(r"[\w.\-*]+", pattern):
+    if re.fullmatch(r"[\w.\-*]+", pattern) and not pattern.startswith(".*"):
         body = re.escape(pattern.strip(".")).replace(r"\*", r"[^.]+")
         return re.search(rf"(^|\.){body}(\.|$)", fqn) is not None
     try:

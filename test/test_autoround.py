@@ -161,8 +161,8 @@ def test_the_target_is_checked_before_the_work(tmp_path: Path, monkeypatch: pyte
 FRESH = """
 import sys, torch
 from autoround_fp8 import AutoRound
-rows = torch.load(sys.argv[1])
-AutoRound(sys.argv[2], dataset=rows, nsamples=3, seqlen=16, batch_size=2, device_map="cpu").quantize_and_save(sys.argv[3])
+settings = dict(dataset=torch.load(sys.argv[1]), nsamples=3, seqlen=16, batch_size=2, device_map="cpu")
+AutoRound(sys.argv[2], **settings).quantize_and_save(sys.argv[3])
 """
 
 

@@ -1,4 +1,4 @@
-"""The block-by-block run must be the whole model's forward, whatever the batching, and its numbers must survive odd weights."""
+"""The block-by-block run must be the whole model's forward, whatever the batching; odd weights do no harm."""
 
 from __future__ import annotations
 
@@ -255,7 +255,9 @@ def test_a_layer_that_sees_only_zeros_gets_a_finite_scale(tmp_path: Path) -> Non
 
 def test_the_largest_negative_value_decides_the_scale(tmp_path: Path) -> None:
     save_tiny_model(tmp_path, with_tokenizer=False)
-    change(tmp_path, "model.layers.0.mlp.up_proj.weight", lambda w: w.clamp(-0.1, 0.1).index_fill_(1, torch.tensor(2), -10))
+    one_side = torch.tensor(2)
+    name = "model.layers.0.mlp.up_proj"
+    change(tmp_path, f"{name}.weight", lambda w: w.clamp(-0.1, 0.1).index_fill_(1, one_side, -10))
     layers, _, _ = compressed(tmp_path, rows())
     layer = layers["model.layers.0.mlp.up_proj"]
     assert (layer.weight_scale >= 10 / 448).all()

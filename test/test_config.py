@@ -22,7 +22,7 @@ def test_counts_must_be_whole_and_positive(name: str, value: Any) -> None:
 
 @pytest.mark.parametrize("iters", [1, 200, -1, None])
 def test_iters_other_than_zero_are_refused(iters: Any) -> None:
-    with pytest.raises(ConfigError, match="iters .* must be 0"):
+    with pytest.raises(ConfigError, match=r"iters .* must be 0"):
         QuantizeConfig(iters=iters)
 
 

@@ -18,8 +18,8 @@ from autoround_fp8.autoround import parse_names
 from autoround_fp8.config import QuantizeConfig
 from autoround_fp8.errors import AutoRoundError, CheckpointError, ConfigError, NumericsError, UnsupportedModelError
 from autoround_fp8.export import MemorySink
-from autoround_fp8.inference.load import load_quantized_model
 from autoround_fp8.inference.linear import WeightFP8ActFP8StaticQuantLinear
+from autoround_fp8.inference.load import load_quantized_model
 from autoround_fp8.numerics.fp8 import dequantize_fp8
 from autoround_fp8.pipeline import compress, export_run, load_tokenizer, open_model, prepare
 
@@ -233,9 +233,7 @@ def stop(*_args: Any, **_kwargs: Any) -> None:
 
 
 @pytest.mark.parametrize("target", ["make_report", "mean_sqnr_db"])
-def test_a_failure_late_in_the_run_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str
-) -> None:
+def test_a_failure_late_in_the_run_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str) -> None:
     run = prepared(save_tiny_model(tmp_path / "source"))
     monkeypatch.setattr(pipeline, target, stop)
     with pytest.raises(Stopped):

@@ -87,7 +87,9 @@ def test_a_pattern_with_a_typing_error_is_named(warnings_of: pytest.LogCaptureFi
     plan = plan_of(tiny_model(), "no_such,o_proj", {"dwn_proj": "FP8_STATIC_TENSOR"})
     assert leaves(plan, 0) == ALL_LEAVES - {"o_proj"}
     unused = [r.getMessage() for r in warnings_of.records if "names no layer" in r.getMessage()]
-    assert [word for text in unused for word in ("no_such", "dwn_proj", "o_proj'") if word in text] == ["no_such", "dwn_proj"]
+    assert len(unused) == 2
+    assert "'no_such'" in unused[0]
+    assert "'dwn_proj'" in unused[1]
 
 
 def test_a_pattern_outside_the_blocks_is_no_typing_error(warnings_of: pytest.LogCaptureFixture) -> None:
@@ -173,7 +175,7 @@ def exported(tmp_path: Path) -> Path:
 
 def test_an_own_export_is_refused_as_a_source(tmp_path: Path) -> None:
     out = exported(tmp_path)
-    with pytest.raises(ConfigError, match="already quantised .*auto-round"):
+    with pytest.raises(ConfigError, match=r"already quantised .*auto-round"):
         prepare(QuantizeConfig(dataset=ROWS, device="cpu"), open_model(out))
 
 

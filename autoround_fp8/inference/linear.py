@@ -5,13 +5,14 @@ Read `load.py` for how a model gets these, `kernels/` for what computes them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from autoround_fp8.errors import CheckpointError
+from autoround_fp8.errors import CheckpointError, ConfigError
 from autoround_fp8.kernels.base import Kernel
 from autoround_fp8.kernels.reference import ReferenceKernel
 from autoround_fp8.numerics.fp8 import FP8_DTYPE, dequantize_fp8
@@ -34,6 +35,7 @@ class WeightFP8ActFP8StaticQuantLinear(nn.Module):
         scheme: How the layer is quantised.
         kernel: What computes it; by default the float32 reference.
         name: Its name, for messages.
+        device: Where the (not yet loaded) tensors are.
         dtype: dtype of the bias.
 
     Raises:
@@ -49,21 +51,25 @@ class WeightFP8ActFP8StaticQuantLinear(nn.Module):
         scheme: QuantizationScheme | None = None,
         kernel: Kernel | None = None,
         name: str = "",
+        device: torch.device | str = "meta",
         dtype: torch.dtype = torch.bfloat16,
     ):
         super().__init__()
         self.scheme = scheme or QuantizationScheme()
         validate_scheme(self.scheme, f"layer {name!r}")
+        if not self.scheme.is_quantized:
+            raise ConfigError(f"bits ({self.scheme.bits}) of layer {name!r} must be 8 for an FP8 linear; use nn.Linear")
         self.in_features = in_features
         self.out_features = out_features
         self.kernel = kernel or ReferenceKernel()
         self.name = name
         scale_shape = (out_features, 1) if self.scheme.group_size == PER_CHANNEL else (1,)
-        self.weight = _meta_parameter((out_features, in_features), FP8_DTYPE)
-        self.weight_scale = _meta_parameter(scale_shape, torch.float32)
-        self.input_scale = _meta_parameter((1,), torch.float32)
-        self.bias = _meta_parameter((out_features,), dtype) if bias else None
-        self._checked: tuple[int, int] | None = None
+        # NaN until loaded, so that a layer which nobody filled is noticed off the meta device too.
+        self.weight = _frozen(torch.full((out_features, in_features), math.nan, device=device).to(FP8_DTYPE))
+        self.weight_scale = _frozen(torch.full(scale_shape, math.nan, device=device))
+        self.input_scale = _frozen(torch.full((1,), math.nan, device=device))
+        self.bias = _frozen(torch.full((out_features,), math.nan, device=device, dtype=dtype)) if bias else None
+        self._checked: tuple[torch.Tensor | int, ...] = ()
 
     @classmethod
     def from_quantized_linear(
@@ -79,36 +85,43 @@ class WeightFP8ActFP8StaticQuantLinear(nn.Module):
         """Builds the module from a layer's codes and scales.
 
         Args:
-            layer: The layer; its bias is used if it has one, else a bias stays on meta to be loaded.
+            layer: The layer, with its bias if it has one here.
             scheme: How it is quantised.
             kernel: What computes it.
-            has_bias: Whether the layer has a bias.
+            has_bias: Whether there is a bias that `layer` lacks; it stays on meta, to be loaded.
             dtype: dtype of the bias.
             device: Where the tensors go.
         """
         out_features, in_features = layer.weight.shape
         module = cls(
-            in_features, out_features, bias=has_bias, scheme=scheme, kernel=kernel, name=layer.fqn, dtype=dtype
+            in_features,
+            out_features,
+            bias=has_bias or layer.bias is not None,
+            scheme=scheme,
+            kernel=kernel,
+            name=layer.fqn,
+            dtype=dtype,
         )
-        module.weight = nn.Parameter(layer.weight.to(device), requires_grad=False)
-        module.weight_scale = nn.Parameter(layer.weight_scale.float().to(device), requires_grad=False)
-        module.input_scale = nn.Parameter(layer.input_scale.float().to(device), requires_grad=False)
-        if has_bias and layer.bias is not None:
-            module.bias = nn.Parameter(layer.bias.to(device=device, dtype=dtype), requires_grad=False)
+        module.weight = _frozen(layer.weight.to(device))
+        module.weight_scale = _frozen(layer.weight_scale.float().to(device))
+        module.input_scale = _frozen(layer.input_scale.float().to(device))
+        if layer.bias is not None:
+            module.bias = _frozen(layer.bias.to(device=device, dtype=dtype))
         return module
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Computes the layer in the input's dtype, `[..., in] -> [..., out]`.
 
         Raises:
-            CheckpointError: If a tensor was never loaded, or a scale is NaN, infinite, zero or negative.
+            CheckpointError: If a tensor was never loaded, its shape or dtype is wrong, a scale is NaN, infinite, zero
+                or negative, or a code is NaN.
         """
-        # Scales are looked at once, and again only after they were replaced or written to: no host sync per call.
-        stamp = (id(self.weight_scale) ^ id(self.input_scale), self.weight_scale._version + self.input_scale._version)
-        if self._checked != stamp:
+        # Values are looked at once, and again only after a tensor was replaced or written to: no host sync per call.
+        if self.weight.is_meta or not self._is_checked():
             self._check_tensors()
-            self._checked = stamp
-        return self.kernel.linear(x, self.weight, self.weight_scale, self.input_scale, self.bias)
+            self._checked = self._fingerprint()
+        with torch.no_grad():
+            return self.kernel.linear(x, self.weight, self.weight_scale, self.input_scale, self.bias)
 
     def weight_dequantized(self) -> torch.Tensor:
         """The weight as float32 `[out, in]`."""
@@ -122,27 +135,64 @@ class WeightFP8ActFP8StaticQuantLinear(nn.Module):
             f"weight scales {scales}, kernel={self.kernel.name}"
         )
 
+    def _fingerprint(self) -> tuple[torch.Tensor | int, ...]:
+        # The scales themselves, not their ids, which are used again after a tensor died; a weight is too large to keep.
+        tensors = (self.weight, self.weight_scale, self.input_scale)
+        versions = (-1 if tensor.is_inference() else tensor._version for tensor in tensors)
+        return (self.weight_scale, self.input_scale, id(self.weight), *versions)
+
+    def _is_checked(self) -> bool:
+        return len(self._checked) > 0 and all(
+            old is new or (isinstance(old, int) and old == new)
+            for old, new in zip(self._checked, self._fingerprint(), strict=True)
+        )
+
     def _check_tensors(self) -> None:
-        for leaf in ("weight", "weight_scale", "input_scale", "bias"):
+        shapes = {
+            "weight": ((self.out_features, self.in_features),),
+            "weight_scale": ((self.out_features, 1), (self.out_features,), (1,)),
+            "input_scale": ((1,),),
+            "bias": ((self.out_features,),),
+        }
+        for leaf, accepted in shapes.items():
             tensor = getattr(self, leaf)
-            if tensor is not None and tensor.device.type == "meta":
+            if tensor is None:
+                continue
+            if tensor.is_meta:
                 raise CheckpointError(f"'{self.name}.{leaf}' was never loaded, so the layer cannot run")
+            if tuple(tensor.shape) not in accepted:
+                raise CheckpointError(
+                    f"shape of '{self.name}.{leaf}' {list(tensor.shape)} must be "
+                    f"{' or '.join(str(list(shape)) for shape in accepted)}; load a checkpoint written for this model"
+                )
+            expected = {"weight": FP8_DTYPE, "bias": tensor.dtype}.get(leaf, torch.float32)
+            if tensor.dtype != expected:
+                raise CheckpointError(f"dtype of '{self.name}.{leaf}' ({tensor.dtype}) must be {expected}")
         for leaf in ("weight_scale", "input_scale"):
             scale = getattr(self, leaf)
             if not bool((torch.isfinite(scale) & (scale > 0)).all()):
                 raise CheckpointError(f"'{self.name}.{leaf}' holds a scale that is NaN, infinite, zero or negative")
+        if has_nan_codes(self.weight):
+            raise CheckpointError(f"'{self.name}.weight' holds NaN codes: it was never loaded, or the file is damaged")
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         def keep_dtype(tensor: torch.Tensor) -> torch.Tensor:
-            moved = fn(tensor)
-            if tensor is self.bias or moved.dtype == tensor.dtype:
-                return moved
-            # A cast (half(), to(dtype)) must not touch codes or scales; a move of device must go through.
-            return tensor.to(moved.device)
+            if tensor is self.bias:
+                return fn(tensor)
+            # A cast (half(), to(dtype)) must not touch codes or scales; a move of device must go through. What `fn` is
+            # shows on an empty tensor, without a cast of the whole weight.
+            probe = fn(tensor.detach().flatten()[:0])
+            return fn(tensor) if probe.dtype == tensor.dtype else tensor.to(probe.device)
 
-        self._checked = None
+        self._checked = ()
         return super()._apply(keep_dtype, recurse)
 
 
-def _meta_parameter(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
-    return nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
+def has_nan_codes(codes: torch.Tensor) -> bool:
+    """Whether an E4M3FN tensor holds a NaN, `0x7f` or `0xff`, found without a cast to float."""
+    magnitudes = codes.detach().view(torch.uint8).bitwise_and(0x7F)
+    return magnitudes.numel() > 0 and int(magnitudes.max()) == 0x7F
+
+
+def _frozen(tensor: torch.Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor, requires_grad=False)

@@ -1,7 +1,8 @@
 """CPU kernel: FP8 weights stay FP8 in memory and are decoded for each product by integer arithmetic.
 
-torch's own FP8 casts are scalar on a CPU; the same bits come out of a few vectorised passes, written twice: in plain torch
-here, and in `numba_loops.py`, faster, where Numba is installed. Never `torch._scaled_mm`: on a CPU it is an emulation.
+torch's own FP8 casts are scalar on a CPU; the same bits come out of a few vectorised passes, written twice: in plain
+torch here, and in `numba_loops.py`, faster, where Numba is installed. Never `torch._scaled_mm`: on a CPU it is an
+emulation.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from autoround_fp8.numerics.fp8 import FP8_MAX
 
 logger = logging.getLogger(__name__)
 
-# Elements handled at a time by the torch loops: the temporaries then stay in the cache (measured 2 to 5 times faster).
-_STRIP = 1 << 17
+# Elements handled at a time by the torch loops: the temporaries stay in the cache, and torch runs each pass on one
+# thread. Its threads would meet after every pass, hundreds of times per layer: seconds per layer on a busy machine.
+_STRIP = 1 << 15
 # Weight elements decoded at a time: bounds the scratch memory (64 MiB of float32), e.g. for an lm_head.
 _SLAB = 1 << 24
 # An E4M3 code shifted into the bits of a half (bfloat16) has the right mantissa and an exponent too small by 8 (120).
@@ -41,8 +43,8 @@ def decode_fp8(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def round_to_fp8_values(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """The values that `quantize_fp8(x, scale)` codes, without the slow cast to FP8 and back.
 
-    `(|y| + s) - s` with `s` = 2^20 times the power of two below `|y|` rounds to 3 mantissa bits, half to even, because 2^-3 of
-    that power is the last bit of the sum; a floor of 2^-6 under the power gives E4M3's subnormals.
+    `(|y| + s) - s` with `s` = 2^20 times the power of two below `|y|` rounds to 3 mantissa bits, half to even, because
+    2^-3 of that power is the last bit of the sum; a floor of 2^-6 under the power gives E4M3's subnormals.
 
     Args:
         x: Any float dtype and shape.
@@ -167,11 +169,13 @@ class CpuKernel:
         out_features, in_features = weight.shape
         if x.shape[-1] != in_features:
             raise ValueError(f"last dimension of x ({x.shape[-1]}) must be in_features ({in_features})")
+        if x.numel() == 0:  # an expert without tokens must not pay for decoding
+            return x.new_zeros(*x.shape[:-1], out_features)
         if self._loops is None:
             self._loops = choose_loops(self._use_numba)
         tokens = x.detach().reshape(-1, in_features)
         codes = weight.detach().contiguous().view(torch.int8)
-        if 0 < tokens.shape[0] <= self._loops.max_fused_tokens:
+        if tokens.shape[0] <= self._loops.max_fused_tokens:
             y = self._loops.product(self._loops.round_to_fp8_values(tokens, input_scale, torch.float32), codes)
         else:
             dtype = self._product_dtype or _product_dtype(x)
@@ -179,7 +183,7 @@ class CpuKernel:
         y *= (input_scale * weight_scale.reshape(-1)).detach()
         if bias is not None:
             y += bias.detach()
-        return y.to(x.dtype).view(*x.shape[:-1], out_features)
+        return y.to(x.dtype).reshape(*x.shape[:-1], out_features)
 
     # A kernel has no state of its own: copies of a model share it, and its threads are not copied or pickled.
     def __deepcopy__(self, memo: dict[int, Any]) -> CpuKernel:
