@@ -46,7 +46,7 @@ def resolve_device(device: str | int | torch.device | None) -> torch.device:
 def has_fast_bfloat16(device: torch.device) -> bool:
     """Whether bfloat16 matrix products run natively; else a CPU emulates them, 8 to 10 times slower than float32."""
     if device.type == "cuda":
-        return torch.cuda.is_bf16_supported()
+        return torch.cuda.is_bf16_supported(including_emulation=False)
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 

@@ -170,7 +170,7 @@ def parse_scheme(value: str | Mapping[str, Any] | QuantizationScheme) -> Quantiz
         scheme = dataclasses.replace(value)
     elif isinstance(value, Mapping):
         scheme = QuantizationScheme.from_dict(value)
-        if scheme.bits == 16:
+        if scheme.bits == 16 and value.get("act_bits", 16) == 16:
             scheme = dataclasses.replace(UNQUANTIZED)
     else:
         raise ConfigError(f"scheme must be a preset name, a dict or a QuantizationScheme, got {type(value).__name__}")
@@ -192,7 +192,7 @@ def parse_layer_config(value: str | Mapping[str, Any] | None) -> dict[str, Quant
             try:
                 with open(value, encoding="utf-8") as file:
                     text = file.read()
-            except OSError as e:
+            except (OSError, ValueError) as e:  # ValueError: not UTF-8, or no possible file name
                 raise ConfigError(f"layer_config {value!r} is neither JSON text nor a readable file: {e}") from e
         try:
             value = json.loads(text)
@@ -213,15 +213,20 @@ def matches_layer(pattern: str, fqn: str) -> bool:
     """Whether a user's pattern names a layer.
 
     A plain pattern matches whole path segments (`layers.1` is not `layers.10`, `k_proj` is every `k_proj`); `*` stands
-    for one or more characters within a name; a pattern with other regular-expression characters is searched as one.
+    for any characters within a segment. A pattern that starts with `.*` or has other regular-expression characters is
+    searched as a regular expression; one that starts with `re:` is matched from the start of the name.
 
     Raises:
         ConfigError: If the pattern is meant as a regular expression and is not one.
     """
+    if not pattern.strip("."):
+        return False
     if re.fullmatch(r"[\w.\-*]+", pattern) and not pattern.startswith(".*"):
-        body = re.escape(pattern.strip(".")).replace(r"\*", r"[^.]+")
+        body = re.escape(pattern.strip(".")).replace(r"\*", r"[^.]*")
         return re.search(rf"(^|\.){body}(\.|$)", fqn) is not None
     try:
+        if pattern.startswith("re:"):
+            return re.match(pattern.removeprefix("re:"), fqn) is not None
         return re.search(pattern, fqn) is not None
     except re.error as e:
         raise ConfigError(f"layer pattern {pattern!r} is not a valid regular expression: {e}") from e
@@ -253,15 +258,12 @@ class SchemeResolver:
         """The scheme of the layer with this name (source checkpoint name, without `.weight`)."""
         if self.is_ignored(fqn):
             return UNQUANTIZED
-        if fqn in self._layer_config:
-            self._used.add(fqn)
-            return self._layer_config[fqn]
         chosen = self._default
         for pattern, scheme in self._layer_config.items():
-            if matches_layer(pattern, fqn):
+            if pattern == fqn or matches_layer(pattern, fqn):
                 self._used.add(pattern)
                 chosen = scheme
-        return chosen
+        return self._layer_config.get(fqn, chosen)
 
     def is_ignored(self, fqn: str) -> bool:
         """Whether an `ignore_layers` pattern names this module."""

@@ -71,15 +71,23 @@ def dequantize_fp8(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def sqnr_db(reference: torch.Tensor, quantized: torch.Tensor) -> float:
-    """Signal to quantisation noise ratio `10 log10(|r|^2 / |r - q|^2)` in dB; inf when both are equal.
+    """Signal to quantisation noise ratio `10 log10(|r|^2 / |r - q|^2)` in dB; inf when both are equal, nan on NaN.
 
     Args:
         reference: Any shape; computed in float32.
         quantized: Same shape.
     """
     reference, quantized = reference.float(), quantized.float()
-    noise = float(torch.linalg.vector_norm(reference - quantized))
+    noise, signal = _norm(reference - quantized), _norm(reference)
     if noise == 0.0:
         return math.inf
-    signal = float(torch.linalg.vector_norm(reference))
-    return 20.0 * math.log10(signal / noise) if signal > 0.0 else -math.inf
+    return 20.0 * math.log10(signal / noise) if signal != 0.0 else -math.inf
+
+
+def _norm(x: torch.Tensor) -> float:
+    norm = float(torch.linalg.vector_norm(x))
+    if 1e-12 < norm < 1e12 or x.numel() == 0:
+        return norm
+    # Squares of 1e-30 or 1e30 leave float32: measure relative to the largest value.
+    peak = float(x.abs().max())
+    return norm if peak == 0.0 or not math.isfinite(peak) else peak * float(torch.linalg.vector_norm(x / peak))

@@ -1,0 +1,89 @@
+"""Capture of block inputs: replaying them gives the model's own hidden states, and odd models are refused."""
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import FAMILIES, tiny_model
+
+from autoround_fp8.calibration.block_inputs import capture_block_inputs, run_block
+from autoround_fp8.errors import UnsupportedModelError
+from autoround_fp8.models.skeleton import find_blocks
+
+CPU = torch.device("cpu")
+
+
+def capture(model: Any, batches: list[torch.Tensor]) -> tuple[list[Any], Any]:
+    blocks = [model.get_submodule(name) for name in find_blocks(model, model.config)]
+    with torch.no_grad():
+        return blocks, capture_block_inputs(model, blocks, batches, CPU, nullcontext)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_replay_equals_the_models_own_blocks(family: str) -> None:
+    model = tiny_model(family, dtype=torch.float32)
+    batches = [torch.randint(4, 128, (2, 20)), torch.randint(4, 128, (1, 11))]
+    blocks, calls = capture(model, batches)
+    for number, batch in enumerate(batches):
+        outputs: list[torch.Tensor] = []
+        hooks = [
+            block.register_forward_hook(lambda m, a, out: outputs.append(out[0] if isinstance(out, tuple) else out))
+            for block in blocks
+        ]
+        with torch.no_grad():
+            model(input_ids=batch, use_cache=False)
+        for hook in hooks:
+            hook.remove()
+        for index, block in enumerate(blocks):
+            with torch.no_grad():
+                calls.hidden_states[number] = run_block(block, calls.inputs(number, index), CPU)
+            assert torch.equal(calls.hidden_states[number], outputs[index])
+
+
+def test_equal_masks_and_rotary_tables_are_kept_once() -> None:
+    model = tiny_model("gemma3_text", dtype=torch.float32)
+    _, calls = capture(model, [torch.randint(4, 128, (2, 20)) for _ in range(3)])
+    kept = {
+        id(tensor)
+        for batch in calls.calls
+        for _, kwargs in batch
+        for value in kwargs.values()
+        for tensor in (value if isinstance(value, tuple) else (value,))
+        if isinstance(tensor, torch.Tensor)
+    }
+    # One sliding mask, position ids, and cos and sin of two rotary types, whatever the number of batches and blocks.
+    assert len(kept) <= 8
+
+
+def test_state_handed_from_block_to_block_is_refused() -> None:
+    model = tiny_model("llama", dtype=torch.float32)
+    inner = model.model
+    first = inner.layers[0]
+    own_forward = first.forward
+    first.forward = lambda *args, **kwargs: (own_forward(*args, **kwargs), torch.zeros(1))
+    inner.forward = lambda input_ids, **kwargs: _chained(inner, input_ids)
+    with pytest.raises(UnsupportedModelError, match="block 1"):
+        capture(model, [torch.randint(4, 128, (1, 8))])
+
+
+def _chained(inner: Any, ids: torch.Tensor) -> None:
+    hidden = inner.embed_tokens(ids)
+    tables = inner.rotary_emb(hidden, torch.arange(ids.shape[1])[None])
+    hidden, state = inner.layers[0](hidden, position_embeddings=tables, attention_mask=None)
+    inner.layers[1](hidden, position_embeddings=tables, attention_mask=None, state=state)
+
+
+def test_a_block_called_twice_is_refused() -> None:
+    model = tiny_model("llama", dtype=torch.float32)
+    inner = model.model
+    inner.forward = lambda input_ids, **kwargs: _looped(inner, input_ids)
+    with pytest.raises(UnsupportedModelError, match="more than once"):
+        capture(model, [torch.randint(4, 128, (1, 8))])
+
+
+def _looped(inner: Any, ids: torch.Tensor) -> None:
+    hidden = inner.embed_tokens(ids)
+    tables = inner.rotary_emb(hidden, torch.arange(ids.shape[1])[None])
+    for _ in range(2):
+        hidden = inner.layers[0](hidden, position_embeddings=tables, attention_mask=None)
