@@ -25,6 +25,13 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **kwargs: Any):
         super().__init__(allow_abbrev=False, **kwargs)
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuses unknown options here: the parser of the command knows which ones are near, the outer one does not."""
+        namespace, rest = super().parse_known_args(args, namespace)
+        if rest:
+            self.error(f"unrecognized arguments: {' '.join(rest)}")
+        return namespace, rest
+
     def error(self, message: str) -> NoReturn:
         """Prints one line and exits with code 2."""
         prefix = "unrecognized arguments: "

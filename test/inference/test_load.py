@@ -102,7 +102,9 @@ def test_an_fp8_weight_that_is_said_to_be_16_bit_is_refused(out: Path) -> None:
 
 def test_a_16_bit_weight_that_is_said_to_be_fp8_is_refused(out: Path) -> None:
     change_tensor(out, f"{UP}.weight", torch.zeros(128, 64, dtype=torch.bfloat16))
-    with pytest.raises(CheckpointError, match=r"up_proj\.weight' is torch\.bfloat16; config\.json says this layer is FP8"):
+    with pytest.raises(
+        CheckpointError, match=r"up_proj\.weight' is torch\.bfloat16; config\.json says this layer is FP8"
+    ):
         load_quantized_model(out)
 
 
@@ -126,7 +128,9 @@ def test_another_method_is_refused_by_name(out: Path, method: str) -> None:
         load_quantized_model(out)
 
 
-@pytest.mark.parametrize(("dtype", "expected"), [(None, "bfloat16"), ("float32", "float32"), ("torch.float16", "float16")])
+@pytest.mark.parametrize(
+    ("dtype", "expected"), [(None, "bfloat16"), ("float32", "float32"), ("torch.float16", "float16")]
+)
 def test_a_plain_model_loads_as_transformers_does(tmp_path: Path, dtype: str | None, expected: str) -> None:
     save_tiny_model(tmp_path, "gemma3_text", with_tokenizer=False, tie_word_embeddings=True)
     model = load_model(tmp_path, dtype=dtype)

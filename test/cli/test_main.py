@@ -1,0 +1,230 @@
+"""The command line as a whole: one-line errors, exit codes, recipes, and the options that users may rely on."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autoround_fp8.cli import evaluate, main, quantize
+from autoround_fp8.errors import CheckpointError, ConfigError
+from autoround_fp8.version import __version__
+
+
+@pytest.fixture(autouse=True)
+def unchanged_logging() -> Iterator[None]:
+    loggers = logging.getLogger("autoround_fp8"), logging.getLogger("transformers")
+    before = [(list(logger.handlers), logger.level, logger.propagate) for logger in loggers]
+    with warnings.catch_warnings():
+        yield
+    for logger, (handlers, level, propagate) in zip(loggers, before, strict=True):
+        logger.handlers[:], logger.propagate = handlers, propagate
+        logger.setLevel(level)
+
+
+def exit_of(*words: str) -> int:
+    """The exit code, whether it is returned or raised."""
+    try:
+        return main.main(list(words))
+    except SystemExit as e:
+        return int(e.code or 0)
+
+
+def one_line(capsys: pytest.CaptureFixture[str]) -> str:
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1, captured.err
+    assert "Traceback" not in captured.err
+    return captured.err
+
+
+@pytest.mark.parametrize(
+    ("word", "near"),
+    [
+        ("--nsampels", "--nsamples"),
+        ("--ignore_layer", "--ignore_layers"),
+        ("--output-dir", "--output_dir"),
+        ("--batchsize=4", "--batch_size"),
+    ],
+)
+@pytest.mark.parametrize("command", [[], ["quantize"]])
+def test_a_mistyped_option_is_refused_with_a_suggestion(
+    capsys: pytest.CaptureFixture[str], command: list[str], word: str, near: str
+) -> None:
+    assert exit_of(*command, "some/model", word, "1") == 2
+    error = one_line(capsys)
+    assert f"unknown option {word.partition('=')[0]}" in error
+    assert f"did you mean {near}?" in error
+
+
+def test_an_option_like_nothing_is_refused_without_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_of("some/model", "--zzzqqq") == 2
+    error = one_line(capsys)
+    assert "--zzzqqq" in error
+    assert "did you mean" not in error
+
+
+def test_options_are_not_abbreviated(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_of("some/model", "--nsamp", "3") == 2
+    assert "--nsamples" in one_line(capsys)
+
+
+def test_mistyped_options_of_other_commands_get_their_own_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_of("compare", "a", "b", "--kernle", "cpu") == 2
+    assert "did you mean --kernel?" in one_line(capsys)
+
+
+@pytest.mark.parametrize("option", quantize.REFUSED_OPTIONS)
+def test_an_option_that_means_nothing_here_says_why(capsys: pytest.CaptureFixture[str], option: str) -> None:
+    assert exit_of("some/model", "--output_dir", "out", option) == 2
+    error = one_line(capsys)
+    assert f"{option} does not apply" in error
+    assert quantize.REFUSED_OPTIONS[option] in error
+
+
+def test_a_value_of_the_wrong_kind_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_of("some/model", "--nsamples", "many") == 2
+    assert "many" in one_line(capsys)
+
+
+def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_of("--version") == 0
+    assert capsys.readouterr().out == f"autoround_fp8 {__version__}\n"
+    assert exit_of("--help") == 0
+    out = capsys.readouterr().out
+    assert all(command in out for command in main.COMMANDS)
+
+
+@pytest.mark.parametrize("command", main.COMMANDS)
+def test_every_command_has_help(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    assert exit_of(command, "--help") == 0
+    assert capsys.readouterr().out.startswith(f"usage: auto-round {command}")
+
+
+def options_of(command: str) -> set[str]:
+    actions = next(a for a in main.build_parser()._actions if isinstance(a, argparse._SubParsersAction))
+    return {option for action in actions.choices[command]._actions for option in action.option_strings}
+
+
+QUANTIZE_OPTIONS = """
+    -h --help --model --model_name --model_name_or_path --device --device_map --devices --trust_remote_code --dataset
+    --seqlen --seq_len --nsamples --nsample --batch_size --train_bs --bs --seed --calibration_dtype --low_gpu_mem_usage
+    --output_dir --format --formats --max_shard_size --overwrite --scheme --bits --group_size --data_type --act_bits
+    --act_group_size --act_data_type --disable_act_dynamic --layer_config --ignore_layers --fp_layers --iters --iter
+    --algorithm --enable_quanted_input --disable_quanted_input --tasks --task --include_path --eval_bs --limit
+    --num_fewshot --debug --lr --minmax_lr --gradient_accumulate_steps --not_use_best_mse --enable_torch_compile
+    --quant_lm_head --static_kv_dtype
+"""
+EVAL_OPTIONS = """
+    -h --help --tasks --task --include_path --limit --num_fewshot --eval_bs --batch_size --device --device_map --devices
+    --kernel --dtype --trust_remote_code --output_path --debug
+"""
+COMPARE_OPTIONS = """
+    -h --help --dataset --nsamples --nsample --seqlen --seq_len --seed --batch_size --bs --device --device_map --devices
+    --dtype --kernel --trust_remote_code --json --debug
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "options"), [("quantize", QUANTIZE_OPTIONS), ("eval", EVAL_OPTIONS), ("compare", COMPARE_OPTIONS)]
+)
+def test_options_are_a_promise(command: str, options: str) -> None:
+    # Scripts of users depend on these names: add to the list, but take nothing away.
+    assert options_of(command) == set(options.split())
+
+
+def failing(error: BaseException) -> Any:
+    def run(_args: Any) -> int:
+        raise error
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(ConfigError("bad a"), 2), (CheckpointError("bad b"), 1), (KeyboardInterrupt(), 130)]
+)
+def test_errors_are_one_line_and_an_exit_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: BaseException, code: int
+) -> None:
+    monkeypatch.setattr(quantize, "run_quantize", failing(error))
+    assert exit_of("some/model") == code
+    assert (str(error) or "interrupted") in one_line(capsys)
+
+
+def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantize, "run_quantize", failing(CheckpointError("bad")))
+    with pytest.raises(CheckpointError):
+        main.main(["some/model", "--debug"])
+
+
+def test_an_error_that_nobody_expected_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantize, "run_quantize", failing(ZeroDivisionError()))
+    with pytest.raises(ZeroDivisionError):
+        main.main(["some/model"])
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[argparse.Namespace]:
+    calls: list[argparse.Namespace] = []
+
+    def run(args: argparse.Namespace) -> int:
+        calls.append(args)
+        return 0
+
+    for module, name in ((quantize, "run_quantize"), (evaluate, "run_eval"), (evaluate, "run_compare")):
+        monkeypatch.setattr(module, name, run)
+    return calls
+
+
+@pytest.mark.parametrize("words", [["m"], ["quantize", "m"], ["--model", "m"], ["--nsamples", "128", "m"]])
+def test_quantize_is_the_command_if_none_is_given(seen: list[argparse.Namespace], words: list[str]) -> None:
+    assert main.main(words) == 0
+    assert seen[0].command == "quantize"
+    assert "m" in (seen[0].model, seen[0].model_word)
+
+
+def test_other_commands_are_found(seen: list[argparse.Namespace]) -> None:
+    main.main(["eval", "m", "--tasks", "piqa"])
+    main.main(["compare", "a", "b"])
+    assert [args.command for args in seen] == ["eval", "compare"]
+
+
+def test_recipes_set_defaults_that_the_user_can_override(
+    seen: list[argparse.Namespace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for words in (["x", "m"], ["x", "quantize", "m", "--nsamples", "7"]):
+        monkeypatch.setattr(sys, "argv", words)
+        for recipe in (main.main_best, main.main_light, main.main_rtn):
+            recipe()
+    assert [args.nsamples for args in seen] == [512, 32, 128, 7, 7, 7]
+    assert [args.seqlen for args in seen[:3]] == [2048, 512, 2048]
+
+
+def test_the_eval_recipe(seen: list[argparse.Namespace], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["x", "m", "--tasks", "piqa"])
+    main.main_eval()
+    assert (seen[0].command, seen[0].tasks) == ("eval", "piqa")
+
+
+def test_help_does_not_wait_for_torch(tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "from autoround_fp8.cli.main import main\n"
+        "try:\n    main(['quantize', '--help'])\nexcept SystemExit:\n    sys.exit('torch' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_module_can_be_run() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "autoround_fp8", "--version"], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, f"autoround_fp8 {__version__}\n")

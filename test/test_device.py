@@ -1,0 +1,46 @@
+"""Words for devices, and what this machine says about itself. Fault K5."""
+
+import pytest
+import torch
+
+from autoround_fp8.device import has_fast_bfloat16, peak_memory_bytes, release_memory, resolve_device
+from autoround_fp8.errors import ConfigError
+
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
+
+
+@pytest.mark.parametrize("word", ["cpu", " CPU ", torch.device("cpu")])
+def test_cpu_by_any_spelling(word: str | torch.device) -> None:
+    assert resolve_device(word) == torch.device("cpu")
+
+
+def test_cpu_with_an_index() -> None:
+    assert resolve_device("cpu:0").type == "cpu"
+
+
+@without_gpu
+@pytest.mark.parametrize("word", ["auto", None])
+def test_auto_is_the_cpu_without_a_gpu(word: str | None) -> None:
+    assert resolve_device(word).type == "cpu"
+
+
+@without_gpu
+@pytest.mark.parametrize("word", ["cuda", "cuda:1", "0", 0])
+def test_a_missing_gpu_is_named_with_a_way_out(word: str | int) -> None:
+    with pytest.raises(ConfigError, match="0 CUDA devices here; use --device cpu"):
+        resolve_device(word)
+
+
+@pytest.mark.parametrize("word", ["bogus", "", "-1", "mps", "meta", "0,1", "cuda:0,1"])
+def test_other_words_are_refused_by_name(word: str) -> None:
+    with pytest.raises(ConfigError, match=repr(word)):
+        resolve_device(word)
+
+
+def test_fast_bfloat16_is_an_answer_for_the_cpu() -> None:
+    assert has_fast_bfloat16(torch.device("cpu")) in (True, False)
+
+
+def test_memory_is_counted_in_bytes_and_release_is_harmless() -> None:
+    release_memory()
+    assert peak_memory_bytes() > 50 * 2**20  # an interpreter with torch holds more than that
