@@ -1,4 +1,4 @@
-"""Packaging of autoround_fp8. Version ranges live here, tested pins in requirements.txt, tool settings in pyproject.toml."""
+"""Packaging: version ranges live here, tested pins in requirements.txt, tool settings in pyproject.toml."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Tiny random models and a tiny tokenizer, saved as ordinary Hugging Face folders. Built in well under a second on a CPU.
+"""Tiny random models and a tiny tokenizer, saved as ordinary Hugging Face folders; built in well under a second.
 
 Every test that needs a checkpoint starts from `save_tiny_model`.
 """
@@ -78,7 +78,7 @@ def tiny_model(family: str = "qwen3", seed: int = 0, dtype: torch.dtype = torch.
 
 
 def tiny_tokenizer(chat_template: str | None = CHAT_TEMPLATE) -> PreTrainedTokenizerFast:
-    """A character tokenizer with `VOCAB_SIZE` entries (printable ASCII; blanks are unknown); each text starts with BOS."""
+    """A character tokenizer with `VOCAB_SIZE` entries (printable ASCII); each text starts with BOS."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
     vocab = {"<pad>": PAD, "<s>": BOS, "</s>": EOS, "<unk>": UNK}

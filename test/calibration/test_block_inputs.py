@@ -28,7 +28,9 @@ def test_replay_equals_the_models_own_blocks(family: str) -> None:
     for number, batch in enumerate(batches):
         outputs: list[torch.Tensor] = []
         hooks = [
-            block.register_forward_hook(lambda m, a, out: outputs.append(out[0] if isinstance(out, tuple) else out))
+            block.register_forward_hook(
+                lambda m, a, out, to=outputs: to.append(out[0] if isinstance(out, tuple) else out)
+            )
             for block in blocks
         ]
         with torch.no_grad():

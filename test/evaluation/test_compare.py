@@ -154,7 +154,7 @@ def test_a_candidate_without_tokenizer_is_fine(plain_checkpoint, tmp_path):
     assert compare_checkpoints(plain_checkpoint, other, nsamples=2, seqlen=16).kl_mean > 0
 
 
-def test_bad_arguments(plain_checkpoint):
+def test_bad_arguments(plain_checkpoint, fp8_checkpoint):
     with pytest.raises(CheckpointError, match="does not exist"):
         compare_checkpoints("/no/such/folder", plain_checkpoint)
     with pytest.raises(CheckpointError, match="does not exist"):
@@ -162,4 +162,4 @@ def test_bad_arguments(plain_checkpoint):
     with pytest.raises(ConfigError, match="dtype 'int3' is not supported"):
         compare_checkpoints(plain_checkpoint, plain_checkpoint, dtype="int3", **SIZE)
     with pytest.raises(ConfigError, match="kernel"):
-        compare_checkpoints(plain_checkpoint, plain_checkpoint.parent / "fp8", kernel="none_such", **SIZE)
+        compare_checkpoints(plain_checkpoint, fp8_checkpoint, kernel="none_such", **SIZE)

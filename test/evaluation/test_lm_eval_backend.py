@@ -129,15 +129,16 @@ def test_a_broken_scale_changes_the_score(fp8_checkpoint, task_folder, tmp_path)
 
 def test_rolling_perplexity_equals_the_models_own(fp8_checkpoint, task_folder):
     """lm-eval's rule for short texts: BOS, then all tokens of the text (its own BOS too) are predicted."""
-    from conftest import TEXTS
+    lines = (task_folder / "data" / "text.jsonl").read_text().splitlines()
+    texts = [json.loads(line)["text"] for line in lines]
 
     model, tokenizer = load_model(fp8_checkpoint, dtype=torch.float32, kernel="reference"), tiny_tokenizer()
     total = 0.0
-    for text in TEXTS:
+    for text in texts:
         tokens = torch.tensor([[BOS, *tokenizer(text)["input_ids"]]])
         log_p = torch.log_softmax(model(tokens).logits[0, :-1].detach(), dim=-1)
         total += float(log_p.gather(1, tokens[0, 1:, None]).sum())
-    expected = math.exp(-total / sum(len(text.encode()) for text in TEXTS))
+    expected = math.exp(-total / sum(len(text.encode()) for text in texts))
     assert _byte_perplexity(fp8_checkpoint, task_folder) == pytest.approx(expected, rel=1e-5)
 
 

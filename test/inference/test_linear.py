@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import copy
+import io
 import math
 from typing import Any
 
 import pytest
 import torch
+from tiny_models import tiny_model
 from torch import nn
 
 from autoround_fp8 import WeightFP8ActFP8StaticQuantLinear
 from autoround_fp8.errors import CheckpointError, ConfigError
+from autoround_fp8.kernels.cpu import CpuKernel
 from autoround_fp8.kernels.reference import reference_linear
 from autoround_fp8.numerics.fp8 import dequantize_fp8
 from autoround_fp8.records import QuantizedLinear
-from autoround_fp8.schemes import QuantizationScheme, parse_scheme
+from autoround_fp8.schemes import UNQUANTIZED, QuantizationScheme, parse_scheme
 from autoround_fp8.tuning.rtn import quantize_weight
 
 PER_CHANNEL, PER_TENSOR = parse_scheme("FP8_STATIC"), parse_scheme("FP8_STATIC_TENSOR")
@@ -166,3 +169,109 @@ def test_print_says_what_it_is() -> None:
     for part in ("in_features=10", "out_features=6", "bias=True", "per channel", "kernel=reference"):
         assert part in text
     assert "per tensor" in repr(module(quantized(PER_TENSOR), scheme=PER_TENSOR))
+
+
+def test_a_layer_that_was_never_loaded_refuses_off_meta_too() -> None:
+    layer = WeightFP8ActFP8StaticQuantLinear(10, 6, name="x.y", device="cpu")
+    with pytest.raises(CheckpointError, match=r"'x\.y\.weight_scale' holds a scale that is NaN"):
+        layer(inputs(1))
+    with pytest.raises(CheckpointError, match=r"'a\.b\.weight"):
+        module().to_empty(device="meta")(inputs(1))
+
+
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+def test_nan_codes_are_refused(code: int) -> None:
+    layer = quantized()
+    layer.weight.view(torch.uint8)[3, 4] = code
+    with pytest.raises(CheckpointError, match=r"'a\.b\.weight' holds NaN codes"):
+        module(layer)(inputs(1))
+
+
+def test_loading_a_state_dict_in_place_is_noticed() -> None:
+    layer = module()
+    layer(inputs(1))
+    layer.load_state_dict({**layer.state_dict(), "input_scale": torch.zeros(1)})
+    with pytest.raises(CheckpointError, match="input_scale"):
+        layer(inputs(1))
+
+
+def test_a_scale_replaced_behind_the_module_s_back_is_noticed() -> None:
+    layer = module()
+    layer(inputs(1))
+    layer._parameters["weight_scale"] = nn.Parameter(torch.full((6, 1), math.nan), requires_grad=False)
+    with pytest.raises(CheckpointError, match="weight_scale"):
+        layer(inputs(1))
+
+
+@pytest.mark.parametrize(
+    ("leaf", "value", "message"),
+    [
+        ("weight", torch.zeros(6, 10), r"dtype of 'a\.b\.weight' \(torch\.float32\)"),
+        ("weight", torch.zeros(10, 6).to(torch.float8_e4m3fn), r"shape of 'a\.b\.weight' \[10, 6\] must be \[6, 10\]"),
+        ("weight_scale", torch.ones(6, 1).half(), r"dtype of 'a\.b\.weight_scale'"),
+        (
+            "weight_scale",
+            torch.ones(5, 1),
+            r"shape of 'a\.b\.weight_scale' \[5, 1\] must be \[6, 1\] or \[6\] or \[1\]",
+        ),
+        ("input_scale", torch.ones(6), r"shape of 'a\.b\.input_scale'"),
+    ],
+)
+def test_tensors_of_another_layer_are_refused(leaf: str, value: torch.Tensor, message: str) -> None:
+    layer = module()
+    setattr(layer, leaf, nn.Parameter(value, requires_grad=False))
+    with pytest.raises(CheckpointError, match=message):
+        layer(inputs(1))
+
+
+def test_the_tensors_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = module()
+    checks = []
+    check = layer._check_tensors
+    monkeypatch.setattr(layer, "_check_tensors", lambda: checks.append(check()))
+    for _ in range(5):
+        layer(inputs(1))
+    assert len(checks) == 1
+
+
+def test_parameters_that_a_loader_marked_trainable_still_run() -> None:
+    # transformers wraps every floating point tensor it loads as a parameter that requires a gradient.
+    layer = module(kernel=CpuKernel())
+    for leaf in ("weight", "weight_scale", "input_scale", "bias"):
+        setattr(layer, leaf, nn.Parameter(getattr(layer, leaf).detach(), requires_grad=True))
+    for num_tokens in (1, 20):
+        assert not layer(inputs(num_tokens)).requires_grad
+
+
+def test_a_bias_is_never_dropped() -> None:
+    layer = WeightFP8ActFP8StaticQuantLinear.from_quantized_linear(quantized(bias=100.0), scheme=PER_CHANNEL)
+    assert layer.bias.dtype == torch.bfloat16
+    assert layer(inputs(4)).mean().item() == pytest.approx(100, abs=5)
+
+
+def test_16_bit_schemes_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"bits \(16\) of layer 'a' must be 8"):
+        WeightFP8ActFP8StaticQuantLinear(10, 6, scheme=UNQUANTIZED, name="a")
+
+
+def test_transformers_does_not_initialise_it_again() -> None:
+    model = tiny_model(dtype=torch.float32)
+    layer = module()
+    model.model.layers[0].mlp.gate_proj = layer
+    before = {name: t.detach().float().clone() for name, t in layer.state_dict().items()}
+    model.initialize_weights()
+    model.apply(model._init_weights)
+    assert all(torch.equal(t.float(), before[name]) for name, t in layer.state_dict().items())
+
+
+@pytest.mark.parametrize("num_tokens", [1, 30])
+def test_a_model_copy_shares_its_kernel_and_runs(num_tokens: int) -> None:
+    layer = module(kernel=CpuKernel())
+    expected = layer(inputs(num_tokens))
+    twin = copy.deepcopy(layer)
+    assert twin.kernel is layer.kernel
+    assert torch.equal(twin(inputs(num_tokens)), expected)
+    file = io.BytesIO()
+    torch.save(layer, file)
+    file.seek(0)
+    assert torch.equal(torch.load(file, weights_only=False)(inputs(num_tokens)), expected)

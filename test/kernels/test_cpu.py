@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 from autoround_fp8.device import has_fast_bfloat16
 from autoround_fp8.kernels import cpu
 from autoround_fp8.kernels.base import LinearProblem
-from autoround_fp8.kernels.cpu import CpuKernel, decode_fp8, round_to_fp8_values
+from autoround_fp8.kernels.cpu import CpuKernel, TorchLoops, choose_loops, decode_fp8, round_to_fp8_values
 from autoround_fp8.kernels.reference import reference_linear
 from autoround_fp8.numerics.fp8 import quantize_fp8, sqnr_db
 from autoround_fp8.schemes import QuantizationScheme
@@ -133,6 +134,46 @@ def test_inputs_out_of_range_saturate() -> None:
     arguments = (weight, weight_scale, torch.tensor([0.002]), None)
     far, edge = torch.full((1, 16), 1e4), torch.full((1, 16), 0.896)
     assert torch.equal(CpuKernel().linear(far, *arguments), CpuKernel().linear(edge, *arguments))
+
+
+@pytest.mark.parametrize("use_numba", [False, None])
+@pytest.mark.parametrize("product_dtype", [torch.float32, torch.bfloat16])
+def test_a_weight_larger_than_one_slab(
+    use_numba: bool | None, product_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu, "_SLAB", 300)
+    monkeypatch.setattr(cpu, "_STRIP", 64)
+    weight, weight_scale, bias = problem_tensors(37, 53, 1)
+    x = torch.randn(12, 53, generator=torch.Generator().manual_seed(3))
+    arguments = (x, weight, weight_scale, torch.tensor([0.02]), bias)
+    found = CpuKernel(use_numba=use_numba, product_dtype=product_dtype).linear(*arguments)
+    assert sqnr_db(reference_linear(*arguments), found) > (90 if product_dtype == torch.float32 else 35)
+
+
+@pytest.mark.parametrize("use_numba", [False, None])
+def test_tensors_that_require_gradients_are_read_without_them(use_numba: bool | None) -> None:
+    weight, weight_scale, bias = problem_tensors(8, 16, 1)
+    x = torch.randn(3, 16, generator=torch.Generator().manual_seed(3)).requires_grad_()
+    scale = torch.tensor([0.02])
+    expected = reference_linear(x, weight, weight_scale, scale, bias)
+    weight_scale.requires_grad_()
+    found = CpuKernel(use_numba=use_numba).linear(x, weight, weight_scale, scale, bias.requires_grad_())
+    assert not found.requires_grad
+    assert sqnr_db(expected.detach(), found) > 90
+
+
+def test_an_input_of_the_wrong_width_is_refused() -> None:
+    weight, weight_scale, _ = problem_tensors(8, 16, 1)
+    for num_tokens in (1, 3, 50):
+        with pytest.raises(ValueError, match=r"x \(15\) must be in_features \(16\)"):
+            CpuKernel().linear(torch.ones(num_tokens, 15), weight, weight_scale, ONE, None)
+
+
+def test_numba_that_cannot_be_imported_is_replaced_or_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "autoround_fp8.kernels.numba_loops", None)
+    assert isinstance(choose_loops(), TorchLoops)
+    with pytest.raises(ImportError):
+        choose_loops(use_numba=True)
 
 
 def test_only_a_cpu_is_accepted() -> None:
