@@ -29,6 +29,13 @@ _COMMON: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 
+# Documents of the local lm-eval tasks.
+EVALUATION_TEXTS = (
+    "Rivers carve valleys over many years.",
+    "A loaf needs flour, water, salt and time.",
+    "Sixteen ships left port.",
+)
+
 # family -> what differs from _COMMON; the key is transformers' model_type.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},

@@ -7,15 +7,9 @@ import logging
 from pathlib import Path
 
 import pytest
-from tiny_models import save_tiny_model
+from tiny_models import EVALUATION_TEXTS, save_tiny_model
 
 from autoround_fp8.autoround import AutoRound
-
-TEXTS = (
-    "Rivers carve valleys over many years.",
-    "A loaf needs flour, water, salt and time.",
-    "Sixteen ships left port.",
-)
 
 MULTIPLE_CHOICE = """
 task: tiny_choice
@@ -101,7 +95,7 @@ def task_folder(tmp_path_factory) -> Path:
     data = tmp_path_factory.mktemp("data")
     questions = [{"question": f"q{i}:", "choices": ["yes", "no"], "answer": i % 2} for i in range(6)]
     (data / "choice.jsonl").write_text("\n".join(map(json.dumps, questions)))
-    (data / "text.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in TEXTS))
+    (data / "text.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in EVALUATION_TEXTS))
     for name, text in {
         "choice": MULTIPLE_CHOICE,
         "perplexity": PERPLEXITY,

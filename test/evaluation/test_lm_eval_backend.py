@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import BOS, save_tiny_model, tiny_model, tiny_tokenizer
+from tiny_models import BOS, EVALUATION_TEXTS, save_tiny_model, tiny_model, tiny_tokenizer
 from tokenizers import processors
 
 from autoround_fp8.autoround import AutoRound
@@ -129,16 +129,14 @@ def test_a_broken_scale_changes_the_score(fp8_checkpoint, task_folder, tmp_path)
 
 def test_rolling_perplexity_equals_the_models_own(fp8_checkpoint, task_folder):
     """lm-eval's rule for short texts: BOS, then all tokens of the text (its own BOS too) are predicted."""
-    lines = (task_folder / "data" / "text.jsonl").read_text().splitlines()
-    texts = [json.loads(line)["text"] for line in lines]
 
     model, tokenizer = load_model(fp8_checkpoint, dtype=torch.float32, kernel="reference"), tiny_tokenizer()
     total = 0.0
-    for text in texts:
+    for text in EVALUATION_TEXTS:
         tokens = torch.tensor([[BOS, *tokenizer(text)["input_ids"]]])
         log_p = torch.log_softmax(model(tokens).logits[0, :-1].detach(), dim=-1)
         total += float(log_p.gather(1, tokens[0, 1:, None]).sum())
-    expected = math.exp(-total / sum(len(text.encode()) for text in texts))
+    expected = math.exp(-total / sum(len(text.encode()) for text in EVALUATION_TEXTS))
     assert _byte_perplexity(fp8_checkpoint, task_folder) == pytest.approx(expected, rel=1e-5)
 
 
