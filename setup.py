@@ -8,8 +8,9 @@ from setuptools import find_packages, setup
 ROOT = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+?)"', (ROOT / "autoround_fp8" / "version.py").read_text(encoding="utf-8"))[1]
 EVAL = ["lm_eval>=0.4.12,<0.5"]
+NUMBA = ["numba>=0.61"]
 DEMO = ["gguf>=0.17"]
-TEST = ["pytest>=8", "pytest-xdist>=3.5", "psutil>=5.9", *EVAL, *DEMO]
+TEST = ["pytest>=8", "pytest-xdist>=3.5", "psutil>=5.9", *EVAL, *DEMO, *NUMBA]
 MAIN = "autoround_fp8.cli.main"
 
 setup(
@@ -31,6 +32,7 @@ setup(
     ],
     extras_require={
         "eval": EVAL,
+        "numba": NUMBA,
         "triton": ["triton>=3.5; platform_system == 'Linux'"],
         "demo": DEMO,
         "test": TEST,

@@ -69,7 +69,7 @@ class WeightFP8ActFP8StaticQuantLinear(nn.Module):
         self.weight_scale = _frozen(torch.full(scale_shape, math.nan, device=device))
         self.input_scale = _frozen(torch.full((1,), math.nan, device=device))
         self.bias = _frozen(torch.full((out_features,), math.nan, device=device, dtype=dtype)) if bias else None
-        self._checked: tuple[torch.Tensor | int, ...] = ()
+        self._checked: tuple[torch.Tensor, torch.Tensor, int, int, int, int] | None = None
 
     @classmethod
     def from_quantized_linear(
@@ -117,7 +117,7 @@ class WeightFP8ActFP8StaticQuantLinear(nn.Module):
                 or negative, or a code is NaN.
         """
         # Values are looked at once, and again only after a tensor was replaced or written to: no host sync per call.
-        if self.weight.is_meta or not self._is_checked():
+        if not self._is_checked():
             self._check_tensors()
             self._checked = self._fingerprint()
         with torch.no_grad():
@@ -135,17 +135,23 @@ class WeightFP8ActFP8StaticQuantLinear(nn.Module):
             f"weight scales {scales}, kernel={self.kernel.name}"
         )
 
-    def _fingerprint(self) -> tuple[torch.Tensor | int, ...]:
+    def _fingerprint(self) -> tuple[torch.Tensor, torch.Tensor, int, int, int, int]:
         # The scales themselves, not their ids, which are used again after a tensor died; a weight is too large to keep.
-        tensors = (self.weight, self.weight_scale, self.input_scale)
-        versions = (-1 if tensor.is_inference() else tensor._version for tensor in tensors)
-        return (self.weight_scale, self.input_scale, id(self.weight), *versions)
+        weight, weight_scale, input_scale = self.weight, self.weight_scale, self.input_scale
+        return (
+            weight_scale,
+            input_scale,
+            id(weight),
+            _version(weight),
+            _version(weight_scale),
+            _version(input_scale),
+        )
 
     def _is_checked(self) -> bool:
-        return len(self._checked) > 0 and all(
-            old is new or (isinstance(old, int) and old == new)
-            for old, new in zip(self._checked, self._fingerprint(), strict=True)
-        )
+        if self._checked is None or self.weight.is_meta:
+            return False
+        now = self._fingerprint()
+        return now[0] is self._checked[0] and now[1] is self._checked[1] and now[2:] == self._checked[2:]
 
     def _check_tensors(self) -> None:
         shapes = {
@@ -184,7 +190,7 @@ class WeightFP8ActFP8StaticQuantLinear(nn.Module):
             probe = fn(tensor.detach().flatten()[:0])
             return fn(tensor) if probe.dtype == tensor.dtype else tensor.to(probe.device)
 
-        self._checked = ()
+        self._checked = None
         return super()._apply(keep_dtype, recurse)
 
 
@@ -192,6 +198,11 @@ def has_nan_codes(codes: torch.Tensor) -> bool:
     """Whether an E4M3FN tensor holds a NaN, `0x7f` or `0xff`, found without a cast to float."""
     magnitudes = codes.detach().view(torch.uint8).bitwise_and(0x7F)
     return magnitudes.numel() > 0 and int(magnitudes.max()) == 0x7F
+
+
+def _version(tensor: torch.Tensor) -> int:
+    # A tensor made in inference mode counts no writes.
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def _frozen(tensor: torch.Tensor) -> nn.Parameter:

@@ -186,9 +186,11 @@ class NumbaLoops:
 
     def _split(self, task: Callable[[int, int], None], length: int, work: int) -> None:
         """Runs `task(begin, end)` over `range(length)`, on several threads if `work` (in elements) is worth it."""
-        num_threads = max(1, min(torch.get_num_threads(), work // _GRAIN, length))
+        num_threads = min(torch.get_num_threads(), work // _GRAIN, length)
+        if num_threads <= 1:  # a small layer must not pay for threads
+            task(0, length)
+            return
         bounds = [length * i // num_threads for i in range(num_threads + 1)]
-        # No pool for a single range: a small layer must not pay for threads.
         waiting = [self._threads().submit(task, bounds[i], bounds[i + 1]) for i in range(1, num_threads)]
         task(bounds[0], bounds[1])
         for future in waiting:
