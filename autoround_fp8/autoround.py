@@ -22,6 +22,7 @@ from autoround_fp8.pipeline import (
     prepare,
     write_export,
 )
+from autoround_fp8.plan import make_plan
 from autoround_fp8.schemes import QuantizationScheme, parse_layer_config, parse_scheme
 
 
@@ -160,7 +161,8 @@ class AutoRound:
         run, sink, result = self._result
         config = self._save_config(format, max_shard_size, overwrite)
         # The layout depends on the shard size, so the plan is made anew; the layers are the ones quantize() made.
-        run = prepare(config, self._source, self.tokenizer)
+        plan = make_plan(config, run.plan.skeleton, self._source.tensors, get_format(config.format))
+        run = dataclasses.replace(run, config=config, plan=plan)
         target = check_output(config, output_dir, self._source)
 
         def fill(writer_sink: Any) -> Any:

@@ -223,11 +223,6 @@ def simulated_forward(layer: QuantizedLinear, device: torch.device) -> Callable[
     return lambda x: reference_linear(x, weight, weight_scale, input_scale, bias)
 
 
-def worst_layer(report: BlockReport) -> LayerReport | None:
-    """The layer of a block with the lowest weight SQNR."""
-    return min(report.layers, key=lambda layer: layer.weight_sqnr_db, default=None)
-
-
 def mean_sqnr_db(reports: Sequence[BlockReport]) -> float:
     """Mean weight SQNR over all layers in dB; layers without any noise do not count."""
     values = [layer.weight_sqnr_db for report in reports for layer in report.layers]

@@ -5,6 +5,10 @@ VENV="$PWD/.venv"
 STAMP="$VENV/.installed-$(cat requirements.txt setup.py | sha256sum | cut -c1-16)"
 
 if [ ! -e "$STAMP" ]; then
+    if ! "${PYTHON:-python3}" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+        echo "${PYTHON:-python3} is older than Python 3.11, which the pins in requirements.txt need; set PYTHON=..." >&2
+        exit 2
+    fi
     echo "Installing into $VENV (once; some minutes) ..."
     "${PYTHON:-python3}" -m venv "$VENV"
     pip_install() { "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check "$@"; }

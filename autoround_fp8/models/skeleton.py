@@ -6,7 +6,6 @@ Read `checkpoint/materialize.py` for how a part of it comes to life.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -199,17 +198,7 @@ def map_names(model: Any, tensor_names: Iterable[str]) -> dict[str, str]:
     return sources
 
 
-def is_never_quantized_type(module: nn.Module) -> bool:
-    """Whether a Linear is of a subclass: routers and the like carry their own forward."""
-    return type(module) is not nn.Linear
-
-
 def shares_tied_weight(model: Any, name: str) -> bool:
     """Whether a parameter is tied to another one of the model."""
     keys = model.all_tied_weights_keys
     return name in keys or name in keys.values()
-
-
-def strip_weight(name: str) -> str:
-    """`model.layers.0.mlp.up_proj.weight` -> `model.layers.0.mlp.up_proj`."""
-    return re.sub(r"\.weight$", "", name)

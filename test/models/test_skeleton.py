@@ -20,12 +20,10 @@ from autoround_fp8.models.skeleton import (
     Skeleton,
     build_skeleton,
     find_blocks,
-    is_never_quantized_type,
     load_config,
     map_names,
     shares_tied_weight,
     source_dtype,
-    strip_weight,
 )
 
 CPU = torch.device("cpu")
@@ -248,14 +246,3 @@ def test_source_dtype_refuses_others_by_name(name: Any):
     with pytest.raises(CheckpointError, match="is not bfloat16, float16 or float32") as error:
         source_dtype({"dtype": name})
     assert repr(name) in str(error.value)
-
-
-def test_small_helpers():
-    class Router(nn.Linear):
-        pass
-
-    assert is_never_quantized_type(Router(2, 2))
-    assert not is_never_quantized_type(nn.Linear(2, 2))
-    assert strip_weight("a.weight") == "a"
-    assert strip_weight("a.weight.b") == "a.weight.b"
-    assert strip_weight("aweight") == "aweight"
