@@ -1,5 +1,8 @@
 """Words for devices, and what this machine says about itself. Fault K5."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -44,3 +47,22 @@ def test_fast_bfloat16_is_an_answer_for_the_cpu() -> None:
 def test_memory_is_counted_in_bytes_and_release_is_harmless() -> None:
     release_memory()
     assert peak_memory_bytes() > 50 * 2**20  # an interpreter with torch holds more than that
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's allocator")
+def test_reused_memory_needs_few_fresh_pages() -> None:
+    script = """
+import resource, torch
+from autoround_fp8.device import reuse_freed_memory
+if {reuse}:
+    reuse_freed_memory()
+torch.set_num_threads(1)
+for _ in range(20):
+    torch.ones(16 * 2**20)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+"""
+    fresh, reused = (
+        int(subprocess.run([sys.executable, "-c", script.format(reuse=reuse)], capture_output=True, check=True).stdout)
+        for reuse in (False, True)
+    )
+    assert reused < fresh // 2

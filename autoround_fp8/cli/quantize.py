@@ -139,11 +139,12 @@ def run_quantize(args: argparse.Namespace) -> int:
         raise ConfigError("no model is given: auto-round MODEL --output_dir OUT")
     if not args.output_dir:
         raise ConfigError("no target is given: add --output_dir OUT")
-    from autoround_fp8.device import resolve_device
+    from autoround_fp8.device import resolve_device, reuse_freed_memory
     from autoround_fp8.pipeline import check_output, export_run, open_model, prepare
 
     config = config_from_args(args)
     resolve_device(config.device)
+    reuse_freed_memory()
     tasks = _resolve_tasks(args)
     source = open_model(model, trust_remote_code=config.trust_remote_code)
     check_output(config, args.output_dir, source)
