@@ -30,11 +30,13 @@ from autoround_fp8.checkpoint.reader import TensorSource
 from autoround_fp8.device import peak_memory_bytes, release_memory
 from autoround_fp8.errors import NumericsError
 from autoround_fp8.kernels.reference import reference_linear
+from autoround_fp8.layer_plan import LinearPlan
 from autoround_fp8.models.patches import swapped_forwards
 from autoround_fp8.nn.observers import AbsMaxObserver, InputRange
 from autoround_fp8.numerics.fp8 import amax_to_scale, dequantize_fp8, sqnr_db
-from autoround_fp8.plan import LinearPlan, QuantizationPlan
+from autoround_fp8.plan import QuantizationPlan
 from autoround_fp8.records import BlockReport, LayerReport, QuantizedLinear
+from autoround_fp8.tuning.input_ranges import input_amax
 from autoround_fp8.tuning.rtn import quantize_weight
 
 logger = logging.getLogger(__name__)
@@ -64,6 +66,8 @@ class BlockwiseCompressor:
         batches: Calibration token ids, each `[batch, tokens]`, without padding.
         device: Where the blocks run.
         quantized_inputs: Whether a block is fed by the quantised blocks before it instead of the original ones.
+        unseen_experts: "max": an expert that no token reached gets the largest input range among the layer's experts;
+            "error": it stops the run.
     """
 
     def __init__(
@@ -74,12 +78,14 @@ class BlockwiseCompressor:
         *,
         device: torch.device,
         quantized_inputs: bool = False,
+        unseen_experts: str = "max",
     ):
         self._plan = plan
         self._source = source
         self._batches = batches
         self._device = device
         self._quantized_inputs = quantized_inputs
+        self._unseen_experts = unseen_experts
 
     @torch.no_grad()
     def run(self, sink: LinearSink, on_block: Callable[[BlockReport], None] = lambda report: None) -> CompressionResult:
@@ -102,11 +108,10 @@ class BlockwiseCompressor:
             linears = [linear for linear in self._plan.blocks[index] if linear.scheme.is_quantized]
             with self._filled(block, name):
                 ranges, outputs = self._observe(block, linears, calls, index)
-                quantized, layer_reports = self._quantize(linears, ranges)
-                for layer in quantized.values():
-                    sink.put(layer)
+                expert_tokens = self._check_experts(linears, ranges)
+                quantized, layer_reports = self._quantize(linears, ranges, sink)
                 if self._quantized_inputs:
-                    outputs = self._run_quantized(block, quantized, calls, index)
+                    outputs = self._run_quantized(block, linears, quantized, calls, index)
             calls.hidden_states = outputs
             for batch_calls in calls.calls:
                 batch_calls[index] = ((), {})  # this block's masks and tables are not needed again
@@ -116,6 +121,7 @@ class BlockwiseCompressor:
                 seconds=time.perf_counter() - started,
                 peak_memory_bytes=peak_memory_bytes(),
                 layers=layer_reports,
+                expert_tokens=expert_tokens,
             )
             reports.append(report)
             on_block(report)
@@ -153,74 +159,115 @@ class BlockwiseCompressor:
 
     @contextmanager
     def _filled(self, block: nn.Module, name: str) -> Iterator[None]:
-        fill_module(block, name, self._source, self._plan.skeleton.sources, self._device)
-        require_filled(block, f"block {name!r}")
-        try:
-            yield
-        finally:
-            release_module(block)
+        with self._plan.skeleton.linearized(name) as sources:
+            fill_module(block, name, self._source, sources, self._device)
+            require_filled(block, f"block {name!r}")
+            try:
+                yield
+            finally:
+                release_module(block)
 
     def _observe(
         self, block: nn.Module, linears: Sequence[LinearPlan], calls: CapturedCalls, index: int
     ) -> tuple[dict[str, InputRange], list[torch.Tensor]]:
         observer = AbsMaxObserver()
         model = self._plan.skeleton.model
-        with observer.attached({linear.module: model.get_submodule(linear.module) for linear in linears}):
+        watched = dict.fromkeys(linear.module for linear in linears)
+        with observer.attached({name: model.get_submodule(name) for name in watched}):
             outputs = [run_block(block, calls.inputs(b, index), self._device) for b in range(len(calls.calls))]
         return observer.ranges, outputs
 
+    def _check_experts(self, linears: Sequence[LinearPlan], ranges: Mapping[str, InputRange]) -> dict[str, list[int]]:
+        """Tokens that each expert of the block saw; experts without any are reported, or refused if so asked."""
+        counts: dict[str, list[int]] = {}
+        for linear in linears:
+            if linear.experts and linear.experts not in counts:
+                tokens = [ranges.get(name, InputRange()).num_tokens for name in linear.siblings]
+                counts[linear.experts] = tokens
+                unseen = [expert for expert, count in enumerate(tokens) if count == 0]
+                if unseen and len(unseen) < len(tokens):
+                    text = f"{linear.experts}: {len(unseen)} of {len(tokens)} experts saw no calibration token"
+                    if self._unseen_experts == "error":
+                        raise NumericsError(f"{text}, first expert {unseen[0]}; use more or other data")
+                    logger.warning("%s; they get the largest input range of the layer's other experts", text)
+        return counts
+
     def _quantize(
-        self, linears: Sequence[LinearPlan], ranges: Mapping[str, InputRange]
+        self, linears: Sequence[LinearPlan], ranges: Mapping[str, InputRange], sink: LinearSink
     ) -> tuple[dict[str, QuantizedLinear], tuple[LayerReport, ...]]:
-        quantized, reports = {}, []
+        """Hands every layer to the sink; keeps them only if the block has to be run with them."""
+        kept, reports = {}, []
+        weights = {linear.fqn: self._weight_of(linear) for linear in linears}
         for linear in linears:
             seen = ranges.get(linear.module, InputRange())
-            # Layers that engines fuse read one input scale, so they get the largest range among them.
-            amax = max(ranges.get(name, InputRange()).amax for name in linear.group)
-            if seen.num_tokens == 0:
-                raise NumericsError(f"no calibration token reached layer {linear.fqn!r}, so its input range is unknown")
-            module = self._plan.skeleton.model.get_submodule(linear.module)
-            codes, weight_scale = quantize_weight(module.weight, linear.scheme)
+            amax, source = input_amax(linear.fqn, linear.module, linear.group, linear.siblings, ranges)
+            weight = weights[linear.fqn]
+            codes, weight_scale = quantize_weight(weight, linear.scheme, [weights[name] for name in linear.fused])
             input_scale = amax_to_scale(torch.tensor([amax]))
+            bias = self._plan.skeleton.model.get_submodule(linear.module).bias
             layer = QuantizedLinear(
                 fqn=linear.fqn,
                 weight=codes.cpu(),
                 weight_scale=weight_scale.cpu(),
                 input_scale=input_scale,
-                bias=None if module.bias is None else module.bias.detach().cpu(),
+                bias=None if bias is None else bias.detach().cpu(),
             )
-            quantized[linear.module] = layer
+            sink.put(layer)
+            if self._quantized_inputs:
+                kept[linear.fqn] = layer
             reports.append(
                 LayerReport(
                     fqn=linear.fqn,
                     shape=linear.shape,
-                    weight_sqnr_db=sqnr_db(module.weight, dequantize_fp8(codes, weight_scale)),
+                    weight_sqnr_db=sqnr_db(weight, dequantize_fp8(codes, weight_scale)),
                     input_amax=seen.amax,
                     input_scale=float(input_scale),
                     num_tokens=seen.num_tokens,
-                    source="observed" if amax == seen.amax else "fused group",
+                    source=source,
                 )
             )
-        return quantized, tuple(reports)
+        return kept, tuple(reports)
+
+    def _weight_of(self, linear: LinearPlan) -> torch.Tensor:
+        weight: torch.Tensor = self._plan.skeleton.model.get_submodule(linear.module).weight
+        return weight if linear.rows is None else weight[slice(*linear.rows)]
 
     def _run_quantized(
-        self, block: nn.Module, quantized: Mapping[str, QuantizedLinear], calls: CapturedCalls, index: int
+        self,
+        block: nn.Module,
+        linears: Sequence[LinearPlan],
+        quantized: Mapping[str, QuantizedLinear],
+        calls: CapturedCalls,
+        index: int,
     ) -> list[torch.Tensor]:
         """The block's outputs with its layers as they will be served: the same kernel as the reloaded model's."""
+        parts: dict[str, list[QuantizedLinear]] = {}
+        for linear in linears:  # an expert's gate and up come in the order of their rows
+            parts.setdefault(linear.module, []).append(quantized[linear.fqn])
         model = self._plan.skeleton.model
         forwards = {
-            model.get_submodule(name): simulated_forward(layer, self._device) for name, layer in quantized.items()
+            model.get_submodule(name): simulated_forward(layers, self._device) for name, layers in parts.items()
         }
         with swapped_forwards(forwards):
             return [run_block(block, calls.inputs(b, index), self._device) for b in range(len(calls.calls))]
 
 
-def simulated_forward(layer: QuantizedLinear, device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The forward of a quantised layer under the reference kernel."""
-    weight, weight_scale = layer.weight.to(device), layer.weight_scale.to(device)
-    input_scale = layer.input_scale.to(device)
-    bias = None if layer.bias is None else layer.bias.to(device)
-    return lambda x: reference_linear(x, weight, weight_scale, input_scale, bias)
+def simulated_forward(
+    layers: Sequence[QuantizedLinear], device: torch.device
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The forward of a Linear under the reference kernel: of its one quantised layer, or of several joined by rows."""
+    moved = [
+        (
+            layer.weight.to(device),
+            layer.weight_scale.to(device),
+            layer.input_scale.to(device),
+            None if layer.bias is None else layer.bias.to(device),
+        )
+        for layer in layers
+    ]
+    if len(moved) == 1:
+        return lambda x: reference_linear(x, *moved[0])
+    return lambda x: torch.cat([reference_linear(x, *layer) for layer in moved], dim=-1)
 
 
 def mean_sqnr_db(reports: Sequence[BlockReport]) -> float:

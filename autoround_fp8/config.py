@@ -11,6 +11,8 @@ from autoround_fp8.errors import ConfigError
 from autoround_fp8.schemes import QuantizationScheme
 
 ALGORITHMS = ("rtn",)
+MOE_INPUT_SCALES = ("shared", "per_expert")
+UNSEEN_EXPERTS = ("max", "error")
 CALIBRATION_DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -30,6 +32,8 @@ class QuantizeConfig:
         iters: Steps of gradient tuning; 0, the only value so far, rounds to nearest.
         algorithm: How weights are rounded.
         enable_quanted_input: Whether each block is fed by the quantised blocks before it, not by the original ones.
+        moe_input_scale: "shared": all experts of a layer share one input scale per projection; "per_expert": own ones.
+        unseen_experts: "max": an expert without calibration tokens gets the layer's largest input range; "error": stop.
         device: Device word: cpu, cuda, a GPU number, auto.
         calibration_dtype: dtype of the calibration forward; auto = the model's, or float32 where 16 bit is emulated.
         format: Name of the checkpoint format.
@@ -49,6 +53,8 @@ class QuantizeConfig:
     iters: int = 0
     algorithm: str = "rtn"
     enable_quanted_input: bool = False
+    moe_input_scale: str = "shared"
+    unseen_experts: str = "max"
     device: str | int = "auto"
     calibration_dtype: str = "auto"
     format: str = "fp8_static"
@@ -65,12 +71,16 @@ class QuantizeConfig:
             raise ConfigError(
                 f"iters ({self.iters!r}) must be 0: this version rounds to nearest and does not tune by gradient"
             )
-        if self.algorithm not in ALGORITHMS:
-            raise ConfigError(f"algorithm {self.algorithm!r} is not available; choose from {', '.join(ALGORITHMS)}")
-        if self.calibration_dtype not in CALIBRATION_DTYPES:
-            raise ConfigError(
-                f"calibration_dtype {self.calibration_dtype!r} is unknown; choose from {', '.join(CALIBRATION_DTYPES)}"
-            )
+        choices = {
+            "algorithm": ALGORITHMS,
+            "moe_input_scale": MOE_INPUT_SCALES,
+            "unseen_experts": UNSEEN_EXPERTS,
+            "calibration_dtype": CALIBRATION_DTYPES,
+        }
+        for name, accepted in choices.items():
+            value = getattr(self, name)
+            if value not in accepted:
+                raise ConfigError(f"{name} {value!r} is unknown; choose from {', '.join(accepted)}")
         if not isinstance(self.seed, int) or self.seed < 0:
             raise ConfigError(f"seed ({self.seed!r}) must be a whole number of at least 0")
 

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from autoround_fp8.checkpoint.reader import TensorSource
 from autoround_fp8.checkpoint.writer import CONFIG_FILE, REPORT_FILE, CheckpointWriter
 from autoround_fp8.errors import CheckpointError
 from autoround_fp8.formats.base import CheckpointFormat
@@ -97,8 +96,3 @@ def collect_side_files(folder: Path, *, trust_remote_code: bool) -> dict[str, Pa
 def quantization_config_file(config: Mapping[str, Any]) -> bytes:
     """Contents of quantization_config.json, which Intel's loader also reads."""
     return (json.dumps(config["quantization_config"], indent=2, ensure_ascii=False) + "\n").encode()
-
-
-def tensor_bytes_total(source: TensorSource) -> int:
-    """Size of a source's tensors in bytes."""
-    return sum(entry.num_bytes for entry in source.entries.values())

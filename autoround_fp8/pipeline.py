@@ -19,6 +19,7 @@ from autoround_fp8 import version
 from autoround_fp8.calibration.dataset import CalibrationData, load_calibration_data, make_batches
 from autoround_fp8.checkpoint.locate import check_output_location, locate_checkpoint
 from autoround_fp8.checkpoint.reader import CheckpointReader, InMemorySource, TensorSource
+from autoround_fp8.checkpoint.source_format import open_source
 from autoround_fp8.checkpoint.writer import CheckpointWriter, check_target
 from autoround_fp8.compressor import BlockwiseCompressor, CompressionResult, LinearSink, mean_sqnr_db
 from autoround_fp8.config import QuantizeConfig
@@ -30,11 +31,10 @@ from autoround_fp8.export import (
     collect_side_files,
     exported_config,
     quantization_config_file,
-    tensor_bytes_total,
 )
 from autoround_fp8.formats.table import get_format
 from autoround_fp8.models.skeleton import build_skeleton, load_config, source_dtype
-from autoround_fp8.plan import QuantizationPlan, calibration_dtype, check_source, make_plan
+from autoround_fp8.plan import QuantizationPlan, calibration_dtype, make_plan
 from autoround_fp8.records import BlockReport
 
 logger = logging.getLogger(__name__)
@@ -106,7 +106,7 @@ def open_model(model: Any, tokenizer: Any = None, *, trust_remote_code: bool = F
         return ModelSource(
             name=str(model),
             folder=folder,
-            tensors=CheckpointReader(folder),
+            tensors=open_source(CheckpointReader(folder), raw_config, source_dtype(raw_config)),
             raw_config=raw_config,
             config=config,
             side_files=collect_side_files(folder, trust_remote_code=trust_remote_code),
@@ -143,7 +143,6 @@ def prepare(config: QuantizeConfig, source: ModelSource, tokenizer: Any = None) 
     """
     checkpoint_format = get_format(config.format)
     device = resolve_device(config.device)
-    check_source(source.raw_config, source.tensors)
     dtype = calibration_dtype(config, source_dtype(dict(source.raw_config)), has_fast_bfloat16(device))
     skeleton = build_skeleton(source.config, source.tensors.entries, dtype, trust_remote_code=config.trust_remote_code)
     plan = make_plan(config, skeleton, source.tensors, checkpoint_format)
@@ -182,6 +181,7 @@ def compress(
         make_batches(run.data.samples, run.config.batch_size),
         device=run.device,
         quantized_inputs=run.config.enable_quanted_input,
+        unseen_experts=run.config.unseen_experts,
     )
     return compressor.run(sink, on_block)
 
@@ -248,7 +248,7 @@ def make_report(run: PreparedRun, blocks: list[BlockReport], seconds: float) -> 
         "ignored": sorted(fqn for fqn, scheme in run.plan.exceptions.items() if not scheme.is_quantized),
         "totals": {
             "mean_weight_sqnr_db": mean_sqnr_db(blocks),
-            "source_bytes": tensor_bytes_total(run.source.tensors),
+            "source_bytes": run.source.tensors.stored_bytes,
             "export_bytes": run.plan.layout.num_bytes,
             "seconds": seconds,
             "peak_memory_bytes": peak_memory_bytes(),
@@ -286,7 +286,7 @@ def _open_in_memory(model: Any, tokenizer: Any) -> ModelSource:
     return ModelSource(
         name=getattr(model, "name_or_path", "") or type(model).__name__,
         folder=None,
-        tensors=InMemorySource(tensors),
+        tensors=open_source(InMemorySource(tensors), raw_config, source_dtype(raw_config)),
         raw_config=raw_config,
         config=config,
         side_files=files,

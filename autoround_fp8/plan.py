@@ -6,42 +6,25 @@ Read `compressor.py` for how a plan is carried out.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import nn
 
 from autoround_fp8.checkpoint.layout import ExportLayout, PlannedTensor, parse_size, plan_layout
 from autoround_fp8.checkpoint.reader import TensorSource
 from autoround_fp8.config import QuantizeConfig
-from autoround_fp8.errors import CheckpointError, ConfigError, UnsupportedModelError
+from autoround_fp8.errors import CheckpointError, ConfigError
 from autoround_fp8.formats.base import CheckpointFormat
-from autoround_fp8.models.families import MIN_FEATURES, NEVER_QUANTIZED, fused_group
-from autoround_fp8.models.skeleton import Skeleton, shares_tied_weight
+from autoround_fp8.layer_plan import LayerPlanner, LinearPlan
+from autoround_fp8.models.skeleton import Skeleton
 from autoround_fp8.schemes import UNQUANTIZED, QuantizationScheme, SchemeResolver
 
 logger = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True, kw_only=True)
-class LinearPlan:
-    """One linear layer of a block.
-
-    Attributes:
-        module: Module name in the model.
-        fqn: Name in the checkpoint, without `.weight`; differs from `module` where transformers renames.
-        shape: `(out_features, in_features)`.
-        scheme: How it is quantised; 16 bits = not at all.
-        group: Module names of the linears that share its input scale, itself included.
-    """
-
-    module: str
-    fqn: str
-    shape: tuple[int, int]
-    scheme: QuantizationScheme
-    group: tuple[str, ...]
+# `model.layers.3.mlp.experts.7.up_proj`: the experts of a layer, an expert, its projection.
+_EXPERT_NAME = re.compile(r"(.*\.experts)\.\d+\.\w+")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +34,8 @@ class QuantizationPlan:
     Attributes:
         skeleton: The model on meta.
         blocks: Per decoder block, its linear layers, quantised or not.
-        exceptions: Checkpoint name -> scheme of the linears in the blocks that differ from the default scheme.
+        exceptions: Checkpoint name, or regular expression for all experts of a layer -> scheme, of the linears in the
+            blocks that differ from the default scheme and of other matrices that stay as they are.
         layout: Where each tensor of the export goes.
     """
 
@@ -77,7 +61,8 @@ def make_plan(
         UnsupportedModelError: If a layer cannot be mapped to one source tensor.
     """
     resolver = SchemeResolver(config.scheme, config.layer_config, config.ignore_layers)
-    blocks = tuple(_plan_block(name, skeleton, source, resolver) for name in skeleton.block_names)
+    planner = LayerPlanner(skeleton, source, resolver, shared_expert_scale=config.moe_input_scale == "shared")
+    blocks = tuple(planner.plan_block(name) for name in skeleton.block_names)
     _check_patterns(resolver, skeleton)
     linears = [linear for block in blocks for linear in block]
     quantized = {linear.fqn: linear for linear in linears if linear.scheme.is_quantized}
@@ -91,114 +76,69 @@ def make_plan(
         for linear in quantized.values()
         for t in checkpoint_format.planned_tensors(linear.fqn, linear.shape, linear.scheme)
     ]
-    made, consumed = {t.name for t in tensors}, {f"{fqn}.weight" for fqn in quantized}
+    made, consumed = {t.name for t in tensors}, _consumed_tensors(skeleton, quantized)
     clash = sorted((made - consumed) & set(source.entries))
     if clash:
         raise CheckpointError(f"the source already has a tensor {clash[0]!r}, which the export would replace")
-    tensors += [
+    copied = [
         PlannedTensor(name=e.name, dtype=e.dtype, shape=e.shape, source=e.name)
         for e in source.entries.values()
         if e.name not in consumed
     ]
+    schemes = {x.fqn: x.scheme for x in linears}
+    for fqn in _copied_matrices(copied, skeleton, block_prefixes(skeleton, blocks)):
+        schemes.setdefault(fqn, UNQUANTIZED)
     return QuantizationPlan(
         skeleton=skeleton,
         blocks=blocks,
-        exceptions={x.fqn: x.scheme for x in linears if x.scheme != config.scheme},
-        layout=plan_layout(tensors, source.entries, consumed, parse_size(config.max_shard_size)),
+        exceptions=_summarised({fqn: scheme for fqn, scheme in schemes.items() if scheme != config.scheme}, schemes),
+        layout=plan_layout([*tensors, *copied], source.entries, consumed, parse_size(config.max_shard_size)),
     )
 
 
-def check_source(raw_config: Mapping[str, Any], source: TensorSource) -> None:
-    """Refuses sources that are quantised already.
-
-    Raises:
-        ConfigError: Naming the method.
-        CheckpointError: For an FP8 tensor without a quantization_config.
-    """
-    block = raw_config.get("quantization_config") or (raw_config.get("text_config") or {}).get("quantization_config")
-    if block:
-        method = block.get("quant_method", "unknown") if isinstance(block, dict) else "unknown"
-        raise ConfigError(f"the model is already quantised (quant_method {method!r}); start from its 16-bit original")
-    for entry in source.entries.values():
-        if entry.dtype.startswith("F8"):
-            raise CheckpointError(f"tensor {entry.name!r} is {entry.dtype}, but config.json has no quantization_config")
+def _consumed_tensors(skeleton: Skeleton, quantized: Mapping[str, LinearPlan]) -> set[str]:
+    """Source tensors that quantised layers replace: their weights, or the tensor with all experts of a layer."""
+    consumed = set()
+    for fqn, linear in quantized.items():
+        experts = skeleton.experts.get(linear.experts)
+        if experts is not None and experts.is_fused:
+            consumed.update(experts.tensor_names())
+        else:
+            consumed.add(f"{fqn}.weight")
+    return consumed
 
 
-def _plan_block(
-    name: str, skeleton: Skeleton, source: TensorSource, resolver: SchemeResolver
-) -> tuple[LinearPlan, ...]:
-    block = skeleton.model.get_submodule(name)
-    schemes: dict[str, tuple[str, nn.Linear, QuantizationScheme]] = {}
-    for module_name, module in block.named_modules(prefix=name):
-        if not isinstance(module, nn.Linear):
-            continue
-        tensor_name = skeleton.sources.get(f"{module_name}.weight")
-        if tensor_name is None or not tensor_name.endswith(".weight"):
-            raise UnsupportedModelError(f"the weight of {module_name!r} has no tensor of its own in the checkpoint")
-        fqn = tensor_name.removesuffix(".weight")
-        scheme = _scheme_of(fqn, module, skeleton, resolver, module_name)
-        if scheme.is_quantized:
-            _check_weight(source, tensor_name, module)
-        schemes[module_name] = (fqn, module, scheme)
-    return tuple(
-        LinearPlan(
-            module=module_name,
-            fqn=fqn,
-            shape=(module.out_features, module.in_features),
-            scheme=_agree(module_name, schemes),
-            group=_group_members(module_name, schemes),
-        )
-        for module_name, (fqn, module, _) in schemes.items()
-    )
+def _copied_matrices(copied: Sequence[PlannedTensor], skeleton: Skeleton, prefixes: Sequence[str]) -> list[str]:
+    """Names of what stays in 16 bit although it is a matrix: routers, fused experts, layers the model does not have."""
+    unused = set(skeleton.unused)
+    inside = tuple(f"{prefix}." for prefix in prefixes)
+    found = []
+    for tensor in copied:
+        if len(tensor.shape) >= 2 and (tensor.name.startswith(inside) or tensor.name in unused):
+            stem = tensor.name.removesuffix(".weight")
+            found.append(stem if stem != tensor.name else tensor.name.rpartition(".")[0])
+    return found
 
 
-def _scheme_of(
-    fqn: str, module: nn.Linear, skeleton: Skeleton, resolver: SchemeResolver, module_name: str
-) -> QuantizationScheme:
-    scheme = resolver.resolve(fqn)
-    keep = (
-        type(module) is not nn.Linear
-        or min(module.in_features, module.out_features) < MIN_FEATURES
-        or NEVER_QUANTIZED.search(fqn) is not None
-        or NEVER_QUANTIZED.search(module_name) is not None
-        or shares_tied_weight(skeleton.model, f"{module_name}.weight")
-    )
-    return UNQUANTIZED if keep else scheme
-
-
-def _check_weight(source: TensorSource, tensor_name: str, module: nn.Linear) -> None:
-    entry = source.entries[tensor_name]
-    if entry.shape != (module.out_features, module.in_features):
-        raise CheckpointError(
-            f"tensor {tensor_name!r} has shape {list(entry.shape)}, the model expects "
-            f"{[module.out_features, module.in_features]}"
-        )
-    if entry.dtype not in ("BF16", "F16", "F32"):
-        raise CheckpointError(f"tensor {tensor_name!r} is {entry.dtype}; weights must be BF16, F16 or F32")
-
-
-def _group_members(module_name: str, present: Mapping[str, Any]) -> tuple[str, ...]:
-    parent, _, leaf = module_name.rpartition(".")
-    names = fused_group(leaf) or (leaf,)
-    return tuple(f"{parent}.{n}" for n in names if f"{parent}.{n}" in present)
-
-
-def _agree(module_name: str, schemes: Mapping[str, tuple[str, nn.Linear, QuantizationScheme]]) -> QuantizationScheme:
-    """One scheme for layers that engines fuse: all stay in 16 bit if one must; differing FP8 schemes are refused."""
-    members = _group_members(module_name, schemes)
-    found = [schemes[m][2] for m in members]
-    own = schemes[module_name][2]
-    if any(not scheme.is_quantized for scheme in found):
-        if own.is_quantized:
-            kept = [schemes[m][0] for m in members if not schemes[m][2].is_quantized]
-            logger.warning("%s stays in 16 bit too: engines fuse it with %s", schemes[module_name][0], ", ".join(kept))
-        return UNQUANTIZED
-    if any(scheme != own for scheme in found):
-        names = ", ".join(schemes[m][0] for m in members)
-        raise ConfigError(
-            f"layer_config gives {names} different schemes, but engines fuse them; give them the same one"
-        )
-    return own
+def _summarised(
+    exceptions: Mapping[str, QuantizationScheme], schemes: Mapping[str, QuantizationScheme]
+) -> dict[str, QuantizationScheme]:
+    """Writes the exceptions for the experts of a layer as one regular expression where they are all alike."""
+    members: dict[str, list[str]] = {}
+    for fqn in schemes:
+        match = _EXPERT_NAME.fullmatch(fqn)
+        if match:
+            members.setdefault(match[1], []).append(fqn)
+    found: dict[str, QuantizationScheme] = {}
+    for fqn, scheme in exceptions.items():
+        match = _EXPERT_NAME.fullmatch(fqn)
+        group = members[match[1]] if match else []
+        if match and all(schemes[name] == scheme for name in group):
+            leaves = sorted({name.rpartition(".")[2] for name in group})
+            found[rf"{re.escape(match[1])}\.\d+\.({'|'.join(leaves)})$"] = scheme
+        else:
+            found[fqn] = scheme
+    return found
 
 
 def _check_patterns(resolver: SchemeResolver, skeleton: Skeleton) -> None:

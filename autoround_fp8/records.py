@@ -56,7 +56,7 @@ class LayerReport:
         input_amax: Largest absolute input value seen in calibration, in the model's units.
         input_scale: The exported input scale.
         num_tokens: Calibration tokens that reached the layer.
-        source: Where the input range came from: "observed" or "fused group".
+        source: Where the input range came from (`tuning/input_ranges.py`).
     """
 
     fqn: str
@@ -70,9 +70,13 @@ class LayerReport:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockReport:
-    """What happened to one decoder block: seconds, peak memory in bytes, and its layers."""
+    """What happened to one decoder block: seconds, peak memory in bytes, and its layers.
+
+    `expert_tokens`: experts module -> calibration tokens that each of its experts saw.
+    """
 
     fqn: str
     seconds: float
     peak_memory_bytes: int
     layers: tuple[LayerReport, ...]
+    expert_tokens: dict[str, list[int]] = field(default_factory=dict)

@@ -249,16 +249,21 @@ class SchemeResolver:
         layer_config: Mapping[str, QuantizationScheme] | None = None,
         ignore_layers: tuple[str, ...] = (),
     ):
-        self._default = default
+        self.default = default
         self._layer_config = dict(layer_config or {})
         self._ignore_layers = ignore_layers
         self._used: set[str] = set()
 
-    def resolve(self, fqn: str) -> QuantizationScheme:
-        """The scheme of the layer with this name (source checkpoint name, without `.weight`)."""
+    def resolve(self, fqn: str, default: QuantizationScheme | None = None) -> QuantizationScheme:
+        """The scheme of a layer.
+
+        Args:
+            fqn: Its name in the source checkpoint, without `.weight`.
+            default: Its scheme if nothing names it; None = the resolver's.
+        """
         if self.is_ignored(fqn):
             return UNQUANTIZED
-        chosen = self._default
+        chosen = default or self.default
         for pattern, scheme in self._layer_config.items():
             if pattern == fqn or matches_layer(pattern, fqn):
                 self._used.add(pattern)

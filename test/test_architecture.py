@@ -25,6 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("pipeline",),
     ("compressor", "export", "inference"),
     ("plan",),
+    ("layer_plan",),
     ("calibration", "tuning", "formats"),
     ("models", "kernels"),
     ("nn", "checkpoint"),
@@ -55,7 +56,7 @@ ATTRIBUTE_PROBES: dict[str, int] = {
     "calibration/record_encoder.py": 3,
     "cli/main.py": 2,
     "cli/quantize.py": 2,
-    "config.py": 2,
+    "config.py": 3,
     "evaluation/compare.py": 1,
     "evaluation/lm_eval_backend.py": 1,
     "evaluation/tasks.py": 4,
@@ -389,9 +390,9 @@ FROZEN_OPTIONS: dict[str, str] = {
         --disable_quanted_input --enable_quanted_input --enable_torch_compile --eval_bs --format --formats
         --fp_layers --gradient_accumulate_steps --group_size --ignore_layers --include_path --iter --iters
         --layer_config --limit --low_gpu_mem_usage --lr --max_shard_size --minmax_lr --model --model_name
-        --model_name_or_path --not_use_best_mse --nsample --nsamples --num_fewshot --output_dir --overwrite
-        --quant_lm_head --scheme --seed --seq_len --seqlen --static_kv_dtype --task --tasks --train_bs
-        --trust_remote_code
+        --model_name_or_path --moe_input_scale --not_use_best_mse --nsample --nsamples --num_fewshot --output_dir
+        --overwrite --quant_lm_head --scheme --seed --seq_len --seqlen --static_kv_dtype --task --tasks --train_bs
+        --trust_remote_code --unseen_experts
     """,
 }
 

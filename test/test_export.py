@@ -18,7 +18,6 @@ from autoround_fp8.export import (
     collect_side_files,
     exported_config,
     quantization_config_file,
-    tensor_bytes_total,
 )
 from autoround_fp8.formats.table import get_format
 from autoround_fp8.pipeline import open_model, prepare
@@ -138,4 +137,4 @@ def test_the_config_gets_exactly_one_new_block() -> None:
 
 def test_bytes_of_a_source() -> None:
     model = tiny_model()
-    assert tensor_bytes_total(open_model(model).tensors) == sum(2 * p.numel() for p in model.parameters())
+    assert open_model(model).tensors.stored_bytes == sum(2 * p.numel() for p in model.parameters())

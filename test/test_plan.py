@@ -13,12 +13,13 @@ from safetensors.torch import load_file, save_file
 from tiny_models import save_tiny_model, tiny_model
 
 from autoround_fp8.autoround import parse_names
+from autoround_fp8.checkpoint.source_format import open_source
 from autoround_fp8.config import QuantizeConfig
 from autoround_fp8.errors import CheckpointError, ConfigError
 from autoround_fp8.formats.table import get_format
 from autoround_fp8.models.skeleton import build_skeleton
 from autoround_fp8.pipeline import export_run, open_model, prepare
-from autoround_fp8.plan import QuantizationPlan, calibration_dtype, check_source, make_plan
+from autoround_fp8.plan import QuantizationPlan, calibration_dtype, make_plan
 from autoround_fp8.schemes import UNQUANTIZED, parse_layer_config
 
 ROWS = torch.arange(4, 36).reshape(2, 16)
@@ -151,7 +152,7 @@ def set_config(folder: Path, **fields: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
 
 
-@pytest.mark.parametrize("method", ["gptq", "awq", "fp8", "compressed-tensors", "bitsandbytes"])
+@pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors", "bitsandbytes"])
 def test_a_quantised_source_is_refused_by_name(tmp_path: Path, method: str) -> None:
     save_tiny_model(tmp_path, with_tokenizer=False)
     set_config(tmp_path, quantization_config={"quant_method": method})
@@ -163,9 +164,9 @@ def test_a_quantised_source_is_refused_by_name(tmp_path: Path, method: str) -> N
 def test_a_quantised_source_without_a_method_is_refused_too(block: Any) -> None:
     source = open_model(tiny_model())
     with pytest.raises(ConfigError, match="already quantised"):
-        check_source({"quantization_config": block}, source.tensors)
+        open_source(source.tensors, {"quantization_config": block}, torch.bfloat16)
     with pytest.raises(ConfigError, match="already quantised"):
-        check_source({"text_config": {"quantization_config": block}}, source.tensors)
+        open_source(source.tensors, {"text_config": {"quantization_config": block}}, torch.bfloat16)
 
 
 def exported(tmp_path: Path) -> Path:

@@ -6,6 +6,7 @@ Knows modules and tensors, not architectures: names come from the skeleton's map
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -14,8 +15,27 @@ from autoround_fp8.checkpoint.reader import DTYPES, TensorSource
 from autoround_fp8.errors import CheckpointError, NumericsError
 
 
+@dataclass(frozen=True, kw_only=True)
+class TensorPart:
+    """A tensor of the source or a piece of it, that is some rows of a parameter.
+
+    Attributes:
+        name: The tensor.
+        index: Which entry of its first dimension (an expert's number in a fused tensor); None = all of it.
+        transposed: Whether it is stored as `[in, out]`.
+    """
+
+    name: str
+    index: int | None = None
+    transposed: bool = False
+
+
 def fill_module(
-    module: nn.Module, prefix: str, source: TensorSource, names: Mapping[str, str], device: torch.device
+    module: nn.Module,
+    prefix: str,
+    source: TensorSource,
+    names: Mapping[str, str | tuple[TensorPart, ...]],
+    device: torch.device,
 ) -> None:
     """Loads every parameter and persistent buffer below `module`, each in the dtype it already has on meta.
 
@@ -23,7 +43,8 @@ def fill_module(
         module: The module to fill; what is no longer on meta stays.
         prefix: Its name in the model, "" for the whole model.
         source: Where the tensors are.
-        names: Parameter name in the model -> tensor name in the source. Those without one stay on meta (tied ones).
+        names: Parameter name in the model -> tensor name in the source, or the parts whose rows it consists of. Those
+            without one stay on meta (tied ones).
         device: Where to put the tensors.
 
     Raises:
@@ -36,20 +57,29 @@ def fill_module(
             name = f"{owner_name}.{leaf}" if owner_name else leaf
             if current is None or current.device.type != "meta" or name not in names:
                 continue
-            tensor = read_checked(source, names[name], tuple(current.shape), current.dtype)
+            wanted = names[name]
+            if isinstance(wanted, str):
+                tensor = read_checked(source, wanted, tuple(current.shape), current.dtype)
+            else:
+                tensor = _read_parts(source, wanted, tuple(current.shape), current.dtype)
             assign(owner, leaf, tensor.to(device))
 
 
-def read_checked(source: TensorSource, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Reads a tensor and converts it to the dtype a module expects, after checking shape and values.
+def read_checked(
+    source: TensorSource, part: str | TensorPart, shape: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
+    """Reads a tensor, or a part of one, and converts it to the dtype a module expects, after checking shape and values.
 
     Raises:
         CheckpointError: On a wrong shape or an FP8 or integer tensor where another dtype is expected.
         NumericsError: On NaN or infinity.
     """
-    entry = source.entries[name]
-    if entry.shape != shape:
-        raise CheckpointError(f"tensor {name!r} has shape {list(entry.shape)}, the model expects {list(shape)}")
+    part = TensorPart(name=part) if isinstance(part, str) else part
+    name, entry = part.name, source.entries[part.name]
+    found = entry.shape if part.index is None else entry.shape[1:]
+    shape = shape[::-1] if part.transposed else shape
+    if found != shape:
+        raise CheckpointError(f"tensor {name!r} has shape {list(found)}, the model expects {list(shape)}")
     stored = DTYPES[entry.dtype]
     if stored != dtype and (stored.itemsize == 1 or not stored.is_floating_point or dtype.itemsize == 1):
         raise CheckpointError(
@@ -58,7 +88,7 @@ def read_checked(source: TensorSource, name: str, shape: tuple[int, ...], dtype:
     tensor = torch.empty(shape, dtype=dtype)
     flat, position = tensor.view(-1), 0
     # In pieces, so that a conversion never holds the tensor twice.
-    for chunk in source.chunks(name):
+    for chunk in source.chunks(name, part.index):
         piece = torch.frombuffer(chunk, dtype=stored)
         # The largest and smallest value show NaN and infinity alike, in one pass.
         checked = torch.aminmax(piece) if stored.is_floating_point and stored.itemsize > 1 else ()
@@ -66,6 +96,17 @@ def read_checked(source: TensorSource, name: str, shape: tuple[int, ...], dtype:
             raise NumericsError(f"tensor {name!r} holds NaN or infinity; the checkpoint is damaged")
         flat[position : position + piece.numel()] = piece
         position += piece.numel()
+    return tensor.t().contiguous() if part.transposed else tensor
+
+
+def _read_parts(
+    source: TensorSource, parts: tuple[TensorPart, ...], shape: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
+    if len(parts) == 1:
+        return read_checked(source, parts[0], shape, dtype)
+    tensor, rows = torch.empty(shape, dtype=dtype), shape[0] // len(parts)
+    for number, part in enumerate(parts):
+        tensor[number * rows : (number + 1) * rows] = read_checked(source, part, (rows, *shape[1:]), dtype)
     return tensor
 
 

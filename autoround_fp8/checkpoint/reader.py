@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -49,7 +49,10 @@ _COPY_BYTES = 16 * 1024 * 1024
 
 @dataclass(frozen=True, kw_only=True)
 class TensorEntry:
-    """Where one tensor lies: dtype by safetensors' name, shape, and its byte range in `file` (None: in memory)."""
+    """Where one tensor lies: dtype by safetensors' name, shape, and its byte range in `file` (None: in memory).
+
+    `dtype` is what the tensor is handed out as; `stored_dtype` is the one on disk where that is another ("": the same).
+    """
 
     name: str
     dtype: str
@@ -57,11 +60,29 @@ class TensorEntry:
     file: Path | None = None
     start: int = 0
     end: int = 0
+    stored_dtype: str = ""
 
     @property
     def num_bytes(self) -> int:
-        """Size of the tensor's data in bytes."""
+        """Size of the tensor's data in bytes, as handed out."""
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+
+    @property
+    def is_native_fp8(self) -> bool:
+        """Whether the checkpoint stores FP8 codes that are handed out as dequantised values."""
+        return self.stored_dtype.startswith("F8")
+
+    def part_shape(self, index: int | None) -> tuple[int, ...]:
+        """Shape of one entry of the first dimension, or of the whole tensor without an index.
+
+        Raises:
+            CheckpointError: If the tensor has no such entry.
+        """
+        if index is None:
+            return self.shape
+        if not self.shape or not 0 <= index < self.shape[0]:
+            raise CheckpointError(f"tensor {self.name!r} of shape {list(self.shape)} has no entry {index}")
+        return self.shape[1:]
 
 
 class TensorSource(Protocol):
@@ -71,11 +92,15 @@ class TensorSource(Protocol):
     def entries(self) -> dict[str, TensorEntry]:
         """Every tensor's dtype and shape, by name."""
 
-    def read(self, name: str) -> torch.Tensor:
-        """The tensor itself, in its stored dtype."""
+    @property
+    def stored_bytes(self) -> int:
+        """Size of all tensors as stored, in bytes."""
 
-    def chunks(self, name: str) -> Iterator[memoryview]:
-        """The tensor's bytes in order, in pieces."""
+    def read(self, name: str, index: int | None = None) -> torch.Tensor:
+        """The tensor itself in its entry's dtype, or one entry of its first dimension (`[E, N, K]` -> `[N, K]`)."""
+
+    def chunks(self, name: str, index: int | None = None) -> Iterator[memoryview]:
+        """The bytes of the same in order, in pieces of whole elements; a piece is valid until the next is asked for."""
 
 
 class CheckpointReader:
@@ -119,32 +144,31 @@ class CheckpointReader:
         """Tensor names, in file order."""
         return list(self._entries)
 
-    def read(self, name: str) -> torch.Tensor:
-        """Reads one tensor into fresh memory.
+    @property
+    def stored_bytes(self) -> int:
+        """Size of all tensors in bytes."""
+        return sum(entry.num_bytes for entry in self._entries.values())
+
+    def read(self, name: str, index: int | None = None) -> torch.Tensor:
+        """Reads one tensor, or one entry of its first dimension, into fresh memory.
 
         Raises:
-            CheckpointError: If there is no such tensor or its bytes cannot be read.
+            CheckpointError: If there is no such tensor or entry, or its bytes cannot be read.
         """
         entry = self._entries.get(name)
         if entry is None:
             raise CheckpointError(f"tensor {name!r} is missing from {self.folder}")
-        data = torch.empty(entry.num_bytes, dtype=torch.uint8)
-        view = data.numpy().data
-        position = 0
-        for chunk in self.chunks(name):
-            view[position : position + len(chunk)] = chunk
-            position += len(chunk)
-        return data.view(DTYPES[entry.dtype]).reshape(entry.shape)
+        return join_chunks(self.chunks(name, index), DTYPES[entry.dtype], entry.part_shape(index))
 
-    def chunks(self, name: str) -> Iterator[memoryview]:
-        """Yields one tensor's bytes in order, at most 16 MB at a time."""
+    def chunks(self, name: str, index: int | None = None) -> Iterator[memoryview]:
+        """Yields the bytes of one tensor, or of one entry of its first dimension, in order, at most 16 MB at a time."""
         entry = self._entries[name]
         assert entry.file is not None
-        left = entry.num_bytes
+        left = math.prod(entry.part_shape(index)) * DTYPES[entry.dtype].itemsize
         buffer = memoryview(bytearray(min(left, _COPY_BYTES)))
         try:
             with open(entry.file, "rb", buffering=0) as file:
-                file.seek(entry.start)
+                file.seek(entry.start + (index or 0) * left)
                 while left:
                     wanted = filled = min(left, len(buffer))
                     while filled:
@@ -178,15 +202,37 @@ class InMemorySource:
         """Every tensor's dtype and shape, by name."""
         return self._entries
 
-    def read(self, name: str) -> torch.Tensor:
-        """The tensor on the CPU; never written to by this package."""
-        return self._tensors[name].detach().cpu().contiguous()
+    @property
+    def stored_bytes(self) -> int:
+        """Size of all tensors in bytes."""
+        return sum(entry.num_bytes for entry in self._entries.values())
 
-    def chunks(self, name: str) -> Iterator[memoryview]:
-        """The tensor's bytes, in one piece; none for an empty tensor."""
-        data = tensor_bytes(self.read(name))
+    def read(self, name: str, index: int | None = None) -> torch.Tensor:
+        """The tensor, or one entry of its first dimension, on the CPU; never written to by this package.
+
+        Raises:
+            CheckpointError: If the tensor has no such entry.
+        """
+        tensor = self._tensors[name]
+        self._entries[name].part_shape(index)
+        return (tensor if index is None else tensor[index]).detach().cpu().contiguous()
+
+    def chunks(self, name: str, index: int | None = None) -> Iterator[memoryview]:
+        """The same as bytes, in one piece; none for an empty tensor."""
+        data = tensor_bytes(self.read(name, index))
         if len(data):
             yield data
+
+
+def join_chunks(chunks: Iterable[memoryview], dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """Joins the bytes of a tensor, which must be as many as its dtype and shape need, in fresh memory."""
+    data = torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8)
+    view = data.numpy().data
+    position = 0
+    for chunk in chunks:
+        view[position : position + len(chunk)] = chunk
+        position += len(chunk)
+    return data.view(dtype).reshape(shape)
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:

@@ -69,6 +69,8 @@ def add_quantize_parser(subparsers: Any) -> None:
     group = parser.add_argument_group("tuning")
     group.add_argument("--iters", "--iter", type=int, default=0, help="0 = round to nearest, the only value so far")
     group.add_argument("--algorithm", default="rtn", help="rtn (default)")
+    group.add_argument("--moe_input_scale", default="shared", help="one for a layer's experts (shared), or per_expert")
+    group.add_argument("--unseen_experts", default="max", help="experts without tokens: the layer's max, or error")
     switch = group.add_mutually_exclusive_group()
     switch.add_argument(
         "--enable_quanted_input", action="store_true", help="feed each block by the quantised blocks before it"
@@ -121,6 +123,8 @@ def config_from_args(args: argparse.Namespace) -> QuantizeConfig:
         iters=args.iters,
         algorithm=args.algorithm,
         enable_quanted_input=args.enable_quanted_input,
+        moe_input_scale=args.moe_input_scale,
+        unseen_experts=args.unseen_experts,
         device=args.device,
         calibration_dtype=args.calibration_dtype,
         format=get_format(args.format).name,

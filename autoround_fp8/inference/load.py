@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from autoround_fp8.checkpoint.locate import locate_checkpoint
 from autoround_fp8.checkpoint.materialize import (
@@ -22,11 +21,13 @@ from autoround_fp8.checkpoint.materialize import (
     tie_filled,
 )
 from autoround_fp8.checkpoint.reader import CheckpointReader, TensorSource, read_json
+from autoround_fp8.checkpoint.source_format import open_source
 from autoround_fp8.device import resolve_device
 from autoround_fp8.errors import CheckpointError, ConfigError
 from autoround_fp8.formats.base import CheckpointFormat, ParsedQuantization
 from autoround_fp8.formats.table import parse_quantization
 from autoround_fp8.inference.linear import WeightFP8ActFP8StaticQuantLinear
+from autoround_fp8.inference.slots import LinearSlot, linear_slots
 from autoround_fp8.kernels.base import Kernel, LinearProblem
 from autoround_fp8.kernels.table import choose_kernel
 from autoround_fp8.models.skeleton import Skeleton, build_skeleton, load_config, source_dtype
@@ -75,6 +76,7 @@ def load_quantized_model(
     skeleton = build_skeleton(config, names, model_dtype, trust_remote_code=trust_remote_code)
     model = skeleton.model
     fill_computed_buffers(model, target)
+    skeleton.linearize()
     _load_quantized_linears(skeleton, reader, checkpoint_format, parsed, (kernel, target))
     _fill_rest(skeleton, reader, target, f"checkpoint {str(folder)!r}")
     _set_generation_config(model, folder)
@@ -89,23 +91,25 @@ def load_model(
     kernel: str = "auto",
     trust_remote_code: bool = False,
 ) -> Any:
-    """Loads a checkpoint for inference, quantised by a format known here or plain 16 bit.
+    """Loads a checkpoint for inference: quantised by a format known here, native FP8 (dequantised), or plain 16 bit.
 
     Args and errors are those of `load_quantized_model`; `kernel` has no effect on a plain checkpoint.
     """
     folder = locate_checkpoint(path)
     raw_config, config = load_config(folder, trust_remote_code=trust_remote_code)
-    if raw_config.get("quantization_config"):
+    block = raw_config.get("quantization_config")
+    if block and block.get("quant_method") != "fp8":
         return load_quantized_model(
             folder, device=device, dtype=dtype, kernel=kernel, trust_remote_code=trust_remote_code
         )
     target = resolve_device(device)
-    reader = CheckpointReader(folder)
+    source = open_source(CheckpointReader(folder), raw_config, source_dtype(raw_config))
     skeleton = build_skeleton(
-        config, reader.names, _model_dtype(dtype, raw_config), trust_remote_code=trust_remote_code
+        config, source.entries, _model_dtype(dtype, raw_config), trust_remote_code=trust_remote_code
     )
     fill_computed_buffers(skeleton.model, target)
-    _fill_rest(skeleton, reader, target, f"checkpoint {str(folder)!r}")
+    skeleton.linearize()
+    _fill_rest(skeleton, source, target, f"checkpoint {str(folder)!r}")
     _set_generation_config(skeleton.model, folder)
     return skeleton.model
 
@@ -131,47 +135,39 @@ def assemble_quantized_model(
     """
     target = resolve_device(device)
     fill_computed_buffers(skeleton.model, target)
-    for module_name, module in list(skeleton.model.named_modules()):
-        fqn = skeleton.sources.get(f"{module_name}.weight", "").removesuffix(".weight")
-        if isinstance(module, nn.Linear) and fqn in layers:
-            _swap_in(skeleton, module_name, layers[fqn], schemes[fqn], ("auto", target))
+    skeleton.linearize()
+    for slot in linear_slots(skeleton):
+        if slot.fqn in layers:
+            _swap_in(slot, layers[slot.fqn], schemes[slot.fqn], ("auto", target))
     _fill_rest(skeleton, source, target, "the model")
     return skeleton.model
 
 
 def _swap_in(
-    skeleton: Skeleton,
-    module_name: str,
-    layer: QuantizedLinear,
-    scheme: QuantizationScheme,
-    target: tuple[str, torch.device],
+    slot: LinearSlot, layer: QuantizedLinear, scheme: QuantizationScheme, target: tuple[str, torch.device]
 ) -> tuple[Kernel, list[str]]:
     kernel_name, device = target
-    module = skeleton.model.get_submodule(module_name)
+    out_features, in_features = slot.shape
     problem = LinearProblem(
         device=device,
-        dtype=module.weight.dtype,
-        in_features=module.in_features,
-        out_features=module.out_features,
+        dtype=slot.dtype,
+        in_features=in_features,
+        out_features=out_features,
         scheme=scheme,
         name=layer.fqn,
     )
     kernel, reasons = choose_kernel(problem, kernel_name)
-    replacement = WeightFP8ActFP8StaticQuantLinear.from_quantized_linear(
-        layer,
-        scheme=scheme,
-        kernel=kernel,
-        has_bias=module.bias is not None,
-        dtype=module.weight.dtype,
-        device=device,
+    slot.put(
+        WeightFP8ActFP8StaticQuantLinear.from_quantized_linear(
+            layer, scheme=scheme, kernel=kernel, has_bias=slot.has_bias, dtype=slot.dtype, device=device
+        )
     )
-    skeleton.model.set_submodule(module_name, replacement)
     return kernel, reasons
 
 
 def _fill_rest(skeleton: Skeleton, source: TensorSource, device: torch.device, what: str) -> None:
     model = skeleton.model
-    fill_module(model, "", source, skeleton.sources, device)
+    fill_module(model, "", source, skeleton.recipes(), device)
     tie_filled(model, model.all_tied_weights_keys)
     require_filled(model, what)
 
@@ -194,30 +190,24 @@ def _load_quantized_linears(
 ) -> None:
     chosen: Counter[str] = Counter()
     used: set[str] = set()
-    for module_name, module in list(skeleton.model.named_modules()):
-        tensor_name = skeleton.sources.get(f"{module_name}.weight")
-        if not isinstance(module, nn.Linear) or tensor_name is None:
-            continue
-        fqn = tensor_name.removesuffix(".weight")
-        scheme = parsed.resolve(fqn)
-        is_fp8 = reader.entries[tensor_name].dtype == "F8_E4M3"
+    for slot in linear_slots(skeleton):
+        scheme = parsed.resolve(slot.fqn)
         if not scheme.is_quantized:
-            if is_fp8:
+            if reader.entries[slot.tensor].dtype == "F8_E4M3":
                 raise CheckpointError(
-                    f"tensor {tensor_name!r} is FP8, but config.json says this layer is not quantised"
+                    f"tensor {slot.tensor!r} is FP8, but config.json says this layer is not quantised"
                 )
             continue
-        tensors = {n: reader.read(n) for n in _tensor_names(fqn) if n in reader.entries}
-        layer = checkpoint_format.decode(fqn, scheme, tensors)
-        if tuple(layer.weight.shape) != (module.out_features, module.in_features):
+        tensors = {n: reader.read(n) for n in _tensor_names(slot.fqn) if n in reader.entries}
+        layer = checkpoint_format.decode(slot.fqn, scheme, tensors)
+        if tuple(layer.weight.shape) != slot.shape:
             raise CheckpointError(
-                f"tensor {tensor_name!r} has shape {list(layer.weight.shape)}, the model expects "
-                f"{[module.out_features, module.in_features]}"
+                f"tensor {slot.tensor!r} has shape {list(layer.weight.shape)}, the model expects {list(slot.shape)}"
             )
         used.update(tensors)
-        kernel, reasons = _swap_in(skeleton, module_name, layer, scheme, target)
+        kernel, reasons = _swap_in(slot, layer, scheme, target)
         if not chosen[kernel.name]:
-            logger.info("kernel %s from %s on%s", kernel.name, fqn, "".join(f"; {reason}" for reason in reasons))
+            logger.info("kernel %s from %s on%s", kernel.name, slot.fqn, "".join(f"; {reason}" for reason in reasons))
         chosen[kernel.name] += 1
     stray = [name for name in reader.names if name.endswith(_SCALES) and name not in used]
     if stray:

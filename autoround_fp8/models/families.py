@@ -24,6 +24,35 @@ REFUSED: dict[str, str] = {
     "gpt2": "its layers are Conv1D, not Linear, and no engine loads FP8 for them",
 }
 
+# Class of an experts module -> why it is refused: its forward or its weights are of no form that is known here.
+REFUSED_EXPERTS: dict[str, str] = {
+    "DbrxExperts": "all experts are rows of one matrix (w1, v1, w2) with a forward of their own",
+    "InklingSharedExperts": "shared experts are a second 3-D parameter beside the routed ones",
+    "JetMoeParallelExperts": "attention is made of experts too, in a form of its own",
+    "LongcatFlashExperts": "some experts are identities without weights",
+    "Step3p7Experts": "each layer clamps its activation by its own limit",
+}
+
+# Experts modules that are given every token times its routing score (0 if not routed), instead of ids and weights.
+SCORED_EXPERTS: frozenset[str] = frozenset({"Llama4TextExperts"})
+
+# End of a fused tensor's name in the checkpoint -> how the experts cut from it are called: the folder and the names of
+# gate, up and down that serving engines read. Others: `experts.{number}.gate_proj` ... beside the fused tensor.
+FUSED_EXPERT_NAMES: dict[str, tuple[str, tuple[str, str, str]]] = {
+    "block_sparse_moe.input_linear.weight": ("block_sparse_moe.experts", ("w1", "w3", "w2")),
+    "block_sparse_moe.output_linear.weight": ("block_sparse_moe.experts", ("w1", "w3", "w2")),
+}
+
+# What the last name part of an expert's tensor stands for.
+EXPERT_PROJECTIONS: dict[str, str] = {
+    "gate_proj": "gate_proj",
+    "up_proj": "up_proj",
+    "down_proj": "down_proj",
+    "w1": "gate_proj",
+    "w3": "up_proj",
+    "w2": "down_proj",
+}
+
 MIN_FEATURES = 16
 
 

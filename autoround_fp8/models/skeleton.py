@@ -1,12 +1,13 @@
 """A model on the meta device: every module, no weights, built from config.json alone. No `from_pretrained`.
 
-Finds the decoder blocks and maps parameter names to checkpoint names with transformers' own renaming rules.
-Read `checkpoint/materialize.py` for how a part of it comes to life.
+Finds the decoder blocks. Read `name_map.py` for which tensors its parameters are read from, and
+`checkpoint/materialize.py` for how a part of it comes to life.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoround_fp8.checkpoint.materialize import TensorPart
 from autoround_fp8.checkpoint.reader import read_json
 from autoround_fp8.errors import CheckpointError, ConfigError, UnsupportedModelError
 from autoround_fp8.models.families import REFUSED
+from autoround_fp8.models.linear_experts import find_experts, linearize, linearized
+from autoround_fp8.models.name_map import ExpertsSource, map_names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,13 +31,17 @@ class Skeleton:
         model: The transformers model, in eval mode, parameters on meta.
         config: Its transformers config, without any quantization_config.
         block_names: Module names of the decoder blocks, in order (`model.layers.0` ...).
-        sources: Parameter or buffer name in the model -> tensor name in the checkpoint.
+        sources: Parameter or buffer name in the model -> tensor name in the checkpoint; experts are not among them.
+        experts: Name of each module with experts -> where they are in the checkpoint.
+        unused: Tensors of the checkpoint that belong to nothing in the model.
     """
 
     model: Any
     config: Any
     block_names: tuple[str, ...]
     sources: dict[str, str]
+    experts: dict[str, ExpertsSource]
+    unused: tuple[str, ...]
 
     @property
     def blocks(self) -> list[nn.Module]:
@@ -44,6 +52,31 @@ class Skeleton:
     def container_name(self) -> str:
         """Module name of the list that holds the blocks (`model.layers`)."""
         return self.block_names[0].rpartition(".")[0]
+
+    def experts_in(self, module: str) -> dict[str, ExpertsSource]:
+        """The experts below a module, "" for the whole model."""
+        return {name: e for name, e in self.experts.items() if not module or name.startswith(module + ".")}
+
+    @contextmanager
+    def linearized(self, module: str) -> Iterator[dict[str, str | tuple[TensorPart, ...]]]:
+        """Makes the experts below a module (a block) one Linear each for the duration of the context.
+
+        Yields:
+            Where every parameter of the model, those experts included, is read from.
+        """
+        with linearized(self.model, {name: source.layout for name, source in self.experts_in(module).items()}):
+            yield self.recipes(module)
+
+    def linearize(self) -> None:
+        """Makes all experts of the model one Linear each, for good."""
+        linearize(self.model, {name: source.layout for name, source in self.experts.items()})
+
+    def recipes(self, module: str = "") -> dict[str, str | tuple[TensorPart, ...]]:
+        """Where every parameter is read from, once the experts below a module ("" = all) are Linears."""
+        names: dict[str, str | tuple[TensorPart, ...]] = dict(self.sources)
+        for source in self.experts_in(module).values():
+            names.update(source.recipes())
+        return names
 
     @property
     def max_positions(self) -> int | None:
@@ -87,7 +120,7 @@ def load_config(folder: Path, *, trust_remote_code: bool = False) -> tuple[dict[
         )
     if known and model_type in REFUSED:
         raise UnsupportedModelError(f"model_type {model_type!r} is not supported: {REFUSED[model_type]}")
-    fields = {key: value for key, value in raw.items() if key != "quantization_config"}
+    fields = {key: _decoded(value) for key, value in raw.items() if key != "quantization_config"}
     try:
         if known:
             config = CONFIG_MAPPING[model_type].from_dict(fields)
@@ -98,6 +131,15 @@ def load_config(folder: Path, *, trust_remote_code: bool = False) -> tuple[dict[
     except (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as e:
         raise CheckpointError(f"transformers cannot read {folder / 'config.json'}: {' '.join(str(e).split())}") from e
     return raw, config
+
+
+def _decoded(value: Any) -> Any:
+    """Infinity as transformers 5 writes it into JSON, `{"__float__": "Infinity"}`, back as a float."""
+    if isinstance(value, dict):
+        return (
+            float(value["__float__"]) if value.keys() == {"__float__"} else {k: _decoded(v) for k, v in value.items()}
+        )
+    return [_decoded(item) for item in value] if isinstance(value, list) else value
 
 
 def source_dtype(raw_config: dict[str, Any]) -> torch.dtype:
@@ -137,7 +179,15 @@ def build_skeleton(
     model.eval()
     model.requires_grad_(False)
     names = find_blocks(model, config)
-    return Skeleton(model=model, config=config, block_names=names, sources=map_names(model, tensor_names))
+    mapped = map_names(model, tensor_names, find_experts(model))
+    return Skeleton(
+        model=model,
+        config=config,
+        block_names=names,
+        sources=mapped.sources,
+        experts=mapped.experts,
+        unused=mapped.unused,
+    )
 
 
 def find_blocks(model: nn.Module, config: Any) -> tuple[str, ...]:
@@ -161,41 +211,6 @@ def find_blocks(model: nn.Module, config: Any) -> tuple[str, ...]:
             f"num_hidden_layers ({count}) layers{': ' + ', '.join(found) if found else ''}"
         )
     return tuple(f"{found[0]}.{i}" for i in range(count))
-
-
-def map_names(model: Any, tensor_names: Iterable[str]) -> dict[str, str]:
-    """Maps the model's parameter and buffer names to checkpoint tensors by transformers' renaming rules.
-
-    Raises:
-        UnsupportedModelError: If a parameter has no tensor, two tensors claim one parameter, or a parameter would
-            have to be computed from several tensors.
-    """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, rename_source_key
-
-    state = model.state_dict()
-    transforms = get_model_conversion_mapping(model)
-    converters = [t for t in transforms if isinstance(t, WeightConverter)]
-    renamings: Any = [t for t in transforms if not isinstance(t, WeightConverter)]
-    sources: dict[str, str] = {}
-    for name in sorted(tensor_names):
-        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
-        if pattern is not None and target in state:
-            raise UnsupportedModelError(
-                f"parameter {target!r} is made from several tensors ({name!r} ...); not supported yet"
-            )
-        if target not in state:
-            continue
-        if target in sources:
-            raise CheckpointError(f"tensors {sources[target]!r} and {name!r} both belong to parameter {target!r}")
-        sources[target] = name
-    tied = {**model.all_tied_weights_keys, **{v: k for k, v in model.all_tied_weights_keys.items()}}
-    missing = [n for n in state if n not in sources and tied.get(n) not in sources]
-    if missing:
-        raise CheckpointError(
-            f"the checkpoint lacks {len(missing)} tensors of {type(model).__name__}, first {missing[0]!r}"
-        )
-    return sources
 
 
 def shares_tied_weight(model: Any, name: str) -> bool:

@@ -11,7 +11,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from autoround_fp8.checkpoint import reader
-from autoround_fp8.checkpoint.reader import DTYPES, INDEX_FILE, SINGLE_FILE, CheckpointReader, InMemorySource
+from autoround_fp8.checkpoint.reader import (
+    DTYPES,
+    INDEX_FILE,
+    SINGLE_FILE,
+    CheckpointReader,
+    InMemorySource,
+    TensorEntry,
+    TensorSource,
+    join_chunks,
+)
 from autoround_fp8.errors import CheckpointError
 
 
@@ -219,3 +228,68 @@ def test_memory_source_takes_parameters():
     source = InMemorySource({"p": torch.nn.Parameter(torch.ones(2, 3))})
     assert not source.read("p").requires_grad
     assert len(next(source.chunks("p"))) == 24
+
+
+@pytest.fixture(params=["disk", "memory"])
+def fused(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[dict[str, torch.Tensor], TensorSource]:
+    tensors = {
+        "before": random_bits(torch.uint8, (5,)),
+        "experts": random_bits(torch.bfloat16, (4, 3, 6)),
+        "codes": random_bits(torch.float8_e4m3fn, (4, 3, 6)),
+        "vector": random_bits(torch.float32, (7,)),
+        "scalar": random_bits(torch.int64, ()),
+        "empty": random_bits(torch.float32, (2, 0)),
+    }
+    if request.param == "memory":
+        return tensors, InMemorySource(tensors)
+    save_file(tensors, tmp_path / SINGLE_FILE)
+    return tensors, CheckpointReader(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["experts", "codes", "vector", "empty"])
+def test_one_entry_of_the_first_dimension(fused: tuple[dict[str, torch.Tensor], TensorSource], name: str):
+    tensors, source = fused
+    for index, right in enumerate(tensors[name]):
+        read = source.read(name, index)
+        assert (read.dtype, read.shape) == (right.dtype, right.shape)
+        assert bits(read) == bits(right) == list(b"".join(bytes(c) for c in source.chunks(name, index)))
+
+
+def test_one_entry_reads_only_its_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(reader, "_COPY_BYTES", 16)
+    tensor = random_bits(torch.bfloat16, (4, 3, 6))
+    save_file({"experts": tensor}, tmp_path / SINGLE_FILE)
+    source = CheckpointReader(tmp_path)
+    assert [len(chunk) for chunk in source.chunks("experts", 2)] == [16, 16, 4]
+    # The bytes after entry 2 are gone, and it is still read.
+    with open(tmp_path / SINGLE_FILE, "r+b") as file:
+        file.truncate(source.entries["experts"].start + 3 * 36)
+    assert bits(source.read("experts", 2)) == bits(tensor[2])
+    with pytest.raises(CheckpointError, match="ends inside tensor 'experts'"):
+        source.read("experts", 3)
+
+
+@pytest.mark.parametrize(("name", "index"), [("experts", 4), ("experts", -1), ("scalar", 0), ("empty", 2)])
+def test_an_entry_that_is_not_there(fused: tuple[dict[str, torch.Tensor], TensorSource], name: str, index: int):
+    _, source = fused
+    for read in (lambda: source.read(name, index), lambda: list(source.chunks(name, index))):
+        with pytest.raises(CheckpointError, match=rf"tensor '{name}' of shape .* has no entry {index}"):
+            read()
+
+
+def test_stored_bytes(fused: tuple[dict[str, torch.Tensor], TensorSource]):
+    tensors, source = fused
+    assert source.stored_bytes == sum(tensor.nbytes for tensor in tensors.values())
+
+
+def test_an_entry_knows_what_it_was_stored_as():
+    plain = TensorEntry(name="w", dtype="F8_E4M3", shape=(2, 3))
+    assert not plain.is_native_fp8
+    native = TensorEntry(name="w", dtype="BF16", shape=(2, 3), stored_dtype="F8_E4M3")
+    assert native.is_native_fp8
+    assert native.num_bytes == 12
+
+
+def test_chunks_of_any_size_are_joined():
+    pieces = [memoryview(b"\x01\x00"), memoryview(b"\x02\x00\x03\x00")]
+    assert join_chunks(pieces, torch.int16, (3,)).tolist() == [1, 2, 3]

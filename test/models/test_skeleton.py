@@ -16,12 +16,12 @@ from transformers import AutoModelForCausalLM
 from autoround_fp8.checkpoint.materialize import fill_computed_buffers, fill_module, require_filled, tie_filled
 from autoround_fp8.checkpoint.reader import CheckpointReader
 from autoround_fp8.errors import CheckpointError, ConfigError, UnsupportedModelError
+from autoround_fp8.models.name_map import map_names
 from autoround_fp8.models.skeleton import (
     Skeleton,
     build_skeleton,
     find_blocks,
     load_config,
-    map_names,
     shares_tied_weight,
     source_dtype,
 )
@@ -151,7 +151,7 @@ def test_two_tensors_for_one_parameter_are_refused(tmp_path: Path):
     skeleton = skeleton_of(save_tiny_model(tmp_path, with_tokenizer=False))
     names = [*CheckpointReader(tmp_path).entries, "norm.weight"]
     with pytest.raises(CheckpointError, match=r"'model\.norm\.weight' and 'norm\.weight' both belong to parameter"):
-        map_names(skeleton.model, names)
+        map_names(skeleton.model, names, {})
 
 
 def test_config_keeps_the_raw_json_and_drops_the_quantization(tmp_path: Path):

@@ -9,6 +9,7 @@ from autoround_fp8.numerics.fp8 import (
     FP8_DTYPE,
     SMALLEST_SCALE,
     amax_to_scale,
+    decode_fp8,
     dequantize_fp8,
     quantize_fp8,
     round_up_to_bfloat16,
@@ -122,6 +123,38 @@ def test_every_code_survives_a_round_trip() -> None:
     finite = ~torch.isnan(codes.float())
     back = quantize_fp8(dequantize_fp8(codes, torch.tensor([0.5])), torch.tensor([0.5]))
     assert torch.equal(back.view(torch.uint8)[finite], codes.view(torch.uint8)[finite])
+
+
+@pytest.mark.parametrize("flush", [False, True])
+def test_decoding_gives_what_torch_gives_for_every_code(flush: bool) -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(FP8_DTYPE)
+    right = codes.float()
+    torch.set_flush_denormal(flush)
+    try:
+        values = decode_fp8(codes)
+    finally:
+        torch.set_flush_denormal(False)
+    is_nan = torch.isnan(right)
+    assert is_nan.nonzero().flatten().tolist() == [0x7F, 0xFF]
+    assert torch.equal(torch.isnan(values), is_nan)
+    # Bits, so that -0 counts too.
+    assert torch.equal(values[~is_nan].view(torch.int32), right[~is_nan].view(torch.int32))
+
+
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+def test_decoding_finds_one_nan_among_many(code: int) -> None:
+    codes = torch.randint(0, 127, (64, 65), dtype=torch.uint8)
+    codes[63, 64] = code
+    values = decode_fp8(codes.view(FP8_DTYPE))
+    assert torch.isnan(values).nonzero().tolist() == [[63, 64]]
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (2, 3, 5)])
+def test_decoding_keeps_shape_and_strides_do_not_matter(shape: tuple[int, ...]) -> None:
+    codes = torch.randint(0, 127, shape, dtype=torch.uint8).view(FP8_DTYPE)
+    assert torch.equal(decode_fp8(codes), codes.float())
+    if len(shape) > 1:
+        assert torch.equal(decode_fp8(codes.transpose(0, 1)), codes.float().transpose(0, 1))
 
 
 def test_gaussian_weights_reach_the_sqnr_of_a_3_bit_mantissa() -> None:
