@@ -24,7 +24,7 @@ from autoround_fp8.checkpoint.writer import CheckpointWriter, check_target
 from autoround_fp8.compressor import BlockwiseCompressor, CompressionResult, LinearSink, mean_sqnr_db
 from autoround_fp8.config import QuantizeConfig
 from autoround_fp8.device import has_fast_bfloat16, peak_memory_bytes, resolve_device
-from autoround_fp8.errors import ConfigError, UnsupportedModelError
+from autoround_fp8.errors import ConfigError
 from autoround_fp8.export import (
     QUANT_CONFIG_FILE,
     FormatSink,
@@ -33,7 +33,8 @@ from autoround_fp8.export import (
     quantization_config_file,
 )
 from autoround_fp8.formats.table import get_format
-from autoround_fp8.models.skeleton import build_skeleton, load_config, source_dtype
+from autoround_fp8.models.loaded_model import loaded_tensors
+from autoround_fp8.models.skeleton import build_model, build_skeleton, load_config, source_dtype
 from autoround_fp8.plan import QuantizationPlan, calibration_dtype, make_plan
 from autoround_fp8.records import BlockReport
 
@@ -259,20 +260,11 @@ def make_report(run: PreparedRun, blocks: list[BlockReport], seconds: float) -> 
 def _open_in_memory(model: Any, tokenizer: Any) -> ModelSource:
     import json
 
-    from transformers.core_model_loading import revert_weight_conversion
-
-    if any(tensor.device.type == "meta" for tensor in model.state_dict().values()):
-        raise UnsupportedModelError(
-            "some weights of the model are on the meta device or offloaded; give its folder instead"
-        )
-    tied = set(model.all_tied_weights_keys)
-    tensors = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
-    # Under the names that a saved checkpoint has: transformers renames some layers when it loads one.
-    tensors = revert_weight_conversion(model, tensors)
     raw_config = json.loads(model.config.to_json_string(use_diff=True))
     raw_config["architectures"] = [type(model).__name__]
     raw_config["dtype"] = str(model.dtype).removeprefix("torch.")
     config = type(model.config).from_dict({k: v for k, v in raw_config.items() if k != "quantization_config"})
+    tensors = loaded_tensors(model, build_model(config, model.dtype))
     files: dict[str, Path | bytes] = {}
     if getattr(model, "generation_config", None) is not None:
         # Written as it is: saving through transformers refuses settings that the model's authors shipped.

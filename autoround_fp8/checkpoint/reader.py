@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -183,14 +183,23 @@ class CheckpointReader:
             raise CheckpointError(f"cannot read tensor {name!r} from {entry.file}: {e}") from e
 
 
+@dataclass(frozen=True, kw_only=True)
+class LazyTensor:
+    """A tensor that is made when it is needed: its dtype, its shape, and what makes it (on any device)."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    load: Callable[[], torch.Tensor]
+
+
 class InMemorySource:
     """The tensors of a model in memory, under the names a saved checkpoint would use.
 
     Args:
-        tensors: Name -> tensor, on any device but meta.
+        tensors: Name -> tensor, on any device but meta, or what makes it.
     """
 
-    def __init__(self, tensors: dict[str, torch.Tensor]):
+    def __init__(self, tensors: Mapping[str, torch.Tensor | LazyTensor]):
         self._tensors = tensors
         self._entries = {
             name: TensorEntry(name=name, dtype=DTYPE_NAMES[tensor.dtype], shape=tuple(tensor.shape))
@@ -213,8 +222,9 @@ class InMemorySource:
         Raises:
             CheckpointError: If the tensor has no such entry.
         """
-        tensor = self._tensors[name]
         self._entries[name].part_shape(index)
+        held = self._tensors[name]
+        tensor = held.load() if isinstance(held, LazyTensor) else held
         return (tensor if index is None else tensor[index]).detach().cpu().contiguous()
 
     def chunks(self, name: str, index: int | None = None) -> Iterator[memoryview]:

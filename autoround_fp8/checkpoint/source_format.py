@@ -22,7 +22,8 @@ _SCALE_SUFFIXES = ("_scale_inv", "_scale")
 _SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0", "U8")
 _MODEL_DTYPES = ("BF16", "F16", "F32")
 _STRIP_ROWS = 128
-_STRIP_BYTES = 16 * 1024 * 1024
+# Of float32 values; larger strips leave the cache and are slower.
+_STRIP_BYTES = 2 * 1024 * 1024
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,6 +43,20 @@ class _Scale:
     by_expert: bool
 
 
+def is_native_fp8(raw_config: Mapping[str, Any]) -> bool:
+    """Whether config.json says that weights are FP8 and inputs are quantised on the fly: `quant_method: fp8`."""
+    block = _quantization_block(raw_config)
+    if not isinstance(block, Mapping) or block.get("quant_method") != "fp8":
+        return False
+    return block.get("activation_scheme") in (None, "dynamic")
+
+
+def _quantization_block(raw_config: Mapping[str, Any]) -> Any:
+    text_config = raw_config.get("text_config")
+    nested = text_config.get("quantization_config") if isinstance(text_config, Mapping) else None
+    return raw_config.get("quantization_config") or nested
+
+
 def open_source(source: TensorSource, raw_config: Mapping[str, Any], dtype: torch.dtype) -> TensorSource:
     """Makes a checkpoint's tensors available in 16 or 32 bit, whatever they are stored as.
 
@@ -57,10 +72,7 @@ def open_source(source: TensorSource, raw_config: Mapping[str, Any], dtype: torc
         ConfigError: If the model is quantised in another way than native FP8 with dynamic activations.
         CheckpointError: For an FP8 tensor without a quantization_config, and where `BlockFp8Source` raises it.
     """
-    block = raw_config.get("quantization_config")
-    text_config = raw_config.get("text_config")
-    if not block and isinstance(text_config, Mapping):
-        block = text_config.get("quantization_config")
+    block = _quantization_block(raw_config)
     if not block:
         for entry in source.entries.values():
             if entry.dtype.startswith("F8"):
@@ -69,8 +81,8 @@ def open_source(source: TensorSource, raw_config: Mapping[str, Any], dtype: torc
                 )
         return source
     method = block.get("quant_method", "unknown") if isinstance(block, Mapping) else "unknown"
-    activations = block.get("activation_scheme") if isinstance(block, Mapping) else None
-    if method != "fp8" or activations not in (None, "dynamic"):
+    if not is_native_fp8(raw_config):
+        activations = block.get("activation_scheme") if isinstance(block, Mapping) else None
         found = f"quant_method {method!r}" + (f", activation_scheme {activations!r}" if method == "fp8" else "")
         raise ConfigError(f"the model is already quantised ({found}); start from its 16-bit original")
     native = BlockFp8Source(source, _block_size(block), dtype)
@@ -136,7 +148,7 @@ class BlockFp8Source:
         return join_chunks(self.chunks(name, index), self._dtype, self._entries[name].part_shape(index))
 
     def chunks(self, name: str, index: int | None = None) -> Iterator[memoryview]:
-        """Yields the bytes of the same in order; an FP8 weight in strips of up to 128 rows and 16 MB.
+        """Yields the bytes of the same in order; an FP8 weight in strips of up to 128 rows and 2 MB.
 
         Raises:
             CheckpointError: As `read`.

@@ -18,13 +18,14 @@ import torch
 
 from autoround_fp8.calibration.dataset import load_calibration_data, make_batches
 from autoround_fp8.checkpoint.locate import locate_checkpoint
-from autoround_fp8.checkpoint.reader import CheckpointReader
+from autoround_fp8.checkpoint.reader import CheckpointReader, TensorSource
+from autoround_fp8.checkpoint.source_format import is_native_fp8, open_source
 from autoround_fp8.device import peak_memory_bytes, release_memory, resolve_device
 from autoround_fp8.errors import CheckpointError, ConfigError, DataError, NumericsError
 from autoround_fp8.evaluation.logits import LogitStream, piece_length
 from autoround_fp8.evaluation.weight_error import weight_sqnr
 from autoround_fp8.inference.load import load_model
-from autoround_fp8.models.skeleton import load_config
+from autoround_fp8.models.skeleton import load_config, source_dtype
 
 _TOKENIZER_FILES = {"tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "spiece.model"}
 _PROBE_TEXT = "The 7 quick brown foxes,\n\tjump! über 12.5% of the lazy dogs."
@@ -135,7 +136,7 @@ def compare_checkpoints(
     batches = make_batches([sample for sample in data.samples if len(sample) > 1], batch_size)
     if not batches:
         raise DataError(f"data set {dataset!r} gives no document of two tokens or more")
-    sqnr, unmatched = weight_sqnr(sides[0].reader, sides[1].reader)
+    sqnr, unmatched = weight_sqnr(sides[0].weights, sides[1].weights)
     options = {"device": target, "dtype": dtype, "kernel": kernel, "trust_remote_code": trust_remote_code}
     documents = _score(sides, batches, options)
     kl_sums = torch.tensor([document.kl_sum for document in documents], dtype=torch.float64)
@@ -191,11 +192,15 @@ def format_comparison(report: ComparisonReport) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class _Side:
-    """One of the two checkpoints, opened but not loaded; the tokenizer is None if its folder has none."""
+    """One of the two checkpoints, opened but not loaded; the tokenizer is None if its folder has none.
+
+    `weights` are those of `reader`, a native FP8 checkpoint's dequantised.
+    """
 
     name: str
     folder: Path
     reader: CheckpointReader
+    weights: TensorSource
     config: Any
     tokenizer: Any
 
@@ -203,7 +208,7 @@ class _Side:
     def open(cls, name: str | Path, *, trust_remote_code: bool) -> _Side:
         """Opens headers, config and tokenizer."""
         folder = locate_checkpoint(name)
-        _, config = load_config(folder, trust_remote_code=trust_remote_code)
+        raw_config, config = load_config(folder, trust_remote_code=trust_remote_code)
         tokenizer = None
         if _TOKENIZER_FILES & {path.name for path in folder.iterdir()}:
             from transformers import AutoTokenizer
@@ -212,7 +217,16 @@ class _Side:
                 tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
             except (ValueError, OSError, KeyError, TypeError, ImportError) as e:
                 raise ConfigError(f"the tokenizer of {str(name)!r} cannot be loaded: {e}") from e
-        return cls(name=str(name), folder=folder, reader=CheckpointReader(folder), config=config, tokenizer=tokenizer)
+        reader = CheckpointReader(folder)
+        is_native = is_native_fp8(raw_config)
+        return cls(
+            name=str(name),
+            folder=folder,
+            reader=reader,
+            weights=open_source(reader, raw_config, source_dtype(raw_config)) if is_native else reader,
+            config=config,
+            tokenizer=tokenizer,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

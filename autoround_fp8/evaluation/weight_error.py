@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from autoround_fp8.checkpoint.reader import CheckpointReader
+from autoround_fp8.checkpoint.reader import TensorSource
 from autoround_fp8.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 _STRIP_ELEMENTS = 2**24
 
 
-def weight_sqnr(reference: CheckpointReader, candidate: CheckpointReader) -> tuple[dict[str, float], tuple[str, ...]]:
+def weight_sqnr(reference: TensorSource, candidate: TensorSource) -> tuple[dict[str, float], tuple[str, ...]]:
     """Signal to quantisation noise ratio of every FP8 weight, one tensor at a time; no model is needed.
 
     Args:
@@ -50,7 +50,7 @@ def weight_sqnr(reference: CheckpointReader, candidate: CheckpointReader) -> tup
     return found, tuple(unmatched)
 
 
-def _sqnr_of_layer(fqn: str, reference: CheckpointReader, candidate: CheckpointReader) -> float:
+def _sqnr_of_layer(fqn: str, reference: TensorSource, candidate: TensorSource) -> float:
     """SQNR in dB of one layer, in float32 with sums in float64, a strip of rows at a time."""
     weights = [reader.read(f"{fqn}.weight") for reader in (reference, candidate)]
     scales = [_weight_scale(fqn, reader) for reader in (reference, candidate)]
@@ -69,14 +69,14 @@ def _sqnr_of_layer(fqn: str, reference: CheckpointReader, candidate: CheckpointR
     return 10.0 * math.log10(signal / noise) if signal > 0.0 else -math.inf
 
 
-def _weight_scale(fqn: str, reader: CheckpointReader) -> torch.Tensor:
+def _weight_scale(fqn: str, reader: TensorSource) -> torch.Tensor:
     """The scale of a layer as float32 `[out, 1]` or `[1, 1]`; 1 for a weight that is not FP8."""
     weight = reader.entries[f"{fqn}.weight"]
     if weight.dtype != "F8_E4M3":
         return torch.ones(1, 1)
     name = f"{fqn}.weight_scale"
     if name not in reader.entries:
-        raise CheckpointError(f"tensor {name!r} is missing from {reader.folder}, but the weight is FP8")
+        raise CheckpointError(f"tensor {name!r} is missing, but the weight is FP8")
     shape = reader.entries[name].shape
     if shape not in ((), (1,), (1, 1), weight.shape[:1], (*weight.shape[:1], 1)):
         raise CheckpointError(

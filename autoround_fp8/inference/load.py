@@ -21,7 +21,7 @@ from autoround_fp8.checkpoint.materialize import (
     tie_filled,
 )
 from autoround_fp8.checkpoint.reader import CheckpointReader, TensorSource, read_json
-from autoround_fp8.checkpoint.source_format import open_source
+from autoround_fp8.checkpoint.source_format import is_native_fp8, open_source
 from autoround_fp8.device import resolve_device
 from autoround_fp8.errors import CheckpointError, ConfigError
 from autoround_fp8.formats.base import CheckpointFormat, ParsedQuantization
@@ -97,8 +97,7 @@ def load_model(
     """
     folder = locate_checkpoint(path)
     raw_config, config = load_config(folder, trust_remote_code=trust_remote_code)
-    block = raw_config.get("quantization_config")
-    if block and block.get("quant_method") != "fp8":
+    if raw_config.get("quantization_config") and not is_native_fp8(raw_config):
         return load_quantized_model(
             folder, device=device, dtype=dtype, kernel=kernel, trust_remote_code=trust_remote_code
         )

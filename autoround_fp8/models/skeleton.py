@@ -169,15 +169,7 @@ def build_skeleton(
     Raises:
         UnsupportedModelError: If there is no causal LM class, no list of decoder blocks, or a parameter without tensor.
     """
-    from transformers import AutoModelForCausalLM
-
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
-    except ValueError as e:
-        raise UnsupportedModelError(f"no causal language model for model_type {config.model_type!r}: {e}") from e
-    model.eval()
-    model.requires_grad_(False)
+    model = build_model(config, dtype, trust_remote_code=trust_remote_code)
     names = find_blocks(model, config)
     mapped = map_names(model, tensor_names, find_experts(model))
     return Skeleton(
@@ -188,6 +180,24 @@ def build_skeleton(
         experts=mapped.experts,
         unused=mapped.unused,
     )
+
+
+def build_model(config: Any, dtype: torch.dtype, *, trust_remote_code: bool = False) -> Any:
+    """The causal language model of a config on meta, in eval mode.
+
+    Raises:
+        UnsupportedModelError: If there is none.
+    """
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+    except ValueError as e:
+        raise UnsupportedModelError(f"no causal language model for model_type {config.model_type!r}: {e}") from e
+    model.eval()
+    model.requires_grad_(False)
+    return model
 
 
 def find_blocks(model: nn.Module, config: Any) -> tuple[str, ...]:
