@@ -140,7 +140,7 @@ class LayerPlanner:
         return plans
 
     def _scheme_of(self, module_name: str, fqn: str, module: nn.Linear) -> QuantizationScheme:
-        scheme = self._resolver.resolve(fqn)
+        scheme = self._resolver.resolve(fqn, alias=module_name)
         keep = (
             type(module) is not nn.Linear
             or min(module.in_features, module.out_features) < MIN_FEATURES
@@ -156,7 +156,9 @@ class LayerPlanner:
     def _scheme_of_expert(self, source: ExpertsSource, key: tuple[int, str], fqn: str) -> QuantizationScheme:
         # Engines accept static inputs for experts only with one weight scale per tensor.
         default = dataclasses.replace(self._resolver.default, group_size=PER_TENSOR)
-        scheme = self._resolver.resolve(fqn, default if self._resolver.default.is_quantized else None)
+        if not self._resolver.default.is_quantized:
+            default = self._resolver.default
+        scheme = self._resolver.resolve(fqn, default, alias=f"{source.module}.{key[0]}.{key[1]}")
         tensor = source.weight_tensor(*key)
         too_small = min(source.layout.hidden_size, source.layout.intermediate_size) < MIN_FEATURES
         if too_small or not source.layout.can_be_quantized or not scheme.is_quantized or self._is_left_alone(tensor):

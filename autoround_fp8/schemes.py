@@ -254,21 +254,26 @@ class SchemeResolver:
         self._ignore_layers = ignore_layers
         self._used: set[str] = set()
 
-    def resolve(self, fqn: str, default: QuantizationScheme | None = None) -> QuantizationScheme:
+    def resolve(
+        self, fqn: str, default: QuantizationScheme | None = None, *, alias: str | None = None
+    ) -> QuantizationScheme:
         """The scheme of a layer.
 
         Args:
             fqn: Its name in the source checkpoint, without `.weight`.
             default: Its scheme if nothing names it; None = the resolver's.
+            alias: Its name in the model, where that differs; patterns may use either.
         """
-        if self.is_ignored(fqn):
+        names = [fqn] if alias in (None, fqn) else [fqn, str(alias)]
+        if any([self.is_ignored(name) for name in names]):
             return UNQUANTIZED
         chosen = default or self.default
         for pattern, scheme in self._layer_config.items():
-            if pattern == fqn or matches_layer(pattern, fqn):
+            if any(pattern == name or matches_layer(pattern, name) for name in names):
                 self._used.add(pattern)
                 chosen = scheme
-        return self._layer_config.get(fqn, chosen)
+        exact = [self._layer_config[name] for name in names if name in self._layer_config]
+        return exact[0] if exact else chosen
 
     def is_ignored(self, fqn: str) -> bool:
         """Whether an `ignore_layers` pattern names this module."""

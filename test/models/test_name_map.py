@@ -30,7 +30,7 @@ LAST = {
     "gemma4_text": ("model.layers.1.experts", "model.layers.1.experts"),
     "nemotron_h": ("model.layers.4.mixer.experts", "backbone.layers.4.mixer.experts"),
 }
-LEAVES = {family: ("w1", "w3", "w2") for family in ("mixtral", "minimax_m2", "phimoe", "granitemoe")}
+LEAVES = dict.fromkeys(("mixtral", "minimax_m2", "phimoe", "granitemoe"), ("w1", "w3", "w2"))
 
 
 def last_of(family: str) -> tuple[str, str]:
@@ -275,12 +275,15 @@ def test_an_exports_names_map_back(family: str) -> None:
 def test_experts_that_are_never_single_are_not_read_from_single_tensors() -> None:
     source = last_experts("gpt_oss")
     singles = [f"{name}.weight" for name in source.names.values()]
-    with pytest.raises(CheckpointError, match="lacks the fused experts tensors of 'model.layers.1.mlp.experts'"):
+    with pytest.raises(CheckpointError, match=r"lacks the fused experts tensors of 'model\.layers\.1\.mlp\.experts'"):
         mapped("gpt_oss", *singles, without=source.tensor_names())
 
 
-def test_multi_token_prediction_layers_are_unused() -> None:
-    layer = "model.layers.3"
+@pytest.mark.parametrize(
+    ("family", "layer"),
+    [("deepseek_v3", "model.layers.3"), ("glm4_moe", "model.layers.2"), ("qwen3_next", "mtp.layers.0")],
+)
+def test_multi_token_prediction_layers_are_unused(family: str, layer: str) -> None:
     extra = [
         f"{layer}.{leaf}"
         for leaf in (
@@ -298,10 +301,10 @@ def test_multi_token_prediction_layers_are_unused() -> None:
             "mlp.shared_experts.up_proj.weight",
         )
     ]
-    found = mapped("deepseek_v3", *extra)
+    found = mapped(family, *extra)
     assert found.unused == tuple(sorted(extra))
-    assert found.sources == mapped("deepseek_v3").sources
-    assert found.experts == mapped("deepseek_v3").experts
+    assert found.sources == mapped(family).sources
+    assert found.experts == mapped(family).experts
 
 
 def test_a_parameter_made_from_several_tensors_is_refused() -> None:
