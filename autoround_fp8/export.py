@@ -55,10 +55,14 @@ def exported_config(
     checkpoint_format: CheckpointFormat,
     scheme: QuantizationScheme,
 ) -> dict[str, Any]:
-    """The source's config.json plus the new quantization_config; nothing else changes."""
+    """The source's config.json plus the new quantization_config, in place of an old one; nothing else changes."""
     prefixes = block_prefixes(plan.skeleton, plan.blocks)
     block = checkpoint_format.quantization_config(scheme, plan.exceptions, prefixes)
-    return {**{k: v for k, v in raw_config.items() if k != "quantization_config"}, "quantization_config": block}
+    kept = {k: v for k, v in raw_config.items() if k != "quantization_config"}
+    text_config = kept.get("text_config")
+    if isinstance(text_config, Mapping):
+        kept["text_config"] = {k: v for k, v in text_config.items() if k != "quantization_config"}
+    return {**kept, "quantization_config": block}
 
 
 def collect_side_files(folder: Path, *, trust_remote_code: bool) -> dict[str, Path | bytes]:

@@ -34,7 +34,7 @@ from autoround_fp8.export import (
 )
 from autoround_fp8.formats.table import get_format
 from autoround_fp8.models.loaded_model import loaded_tensors
-from autoround_fp8.models.skeleton import build_model, build_skeleton, load_config, source_dtype
+from autoround_fp8.models.skeleton import build_model, build_skeleton, decoded, load_config, source_dtype
 from autoround_fp8.plan import QuantizationPlan, calibration_dtype, make_plan
 from autoround_fp8.records import BlockReport
 
@@ -263,7 +263,7 @@ def _open_in_memory(model: Any, tokenizer: Any) -> ModelSource:
     raw_config = json.loads(model.config.to_json_string(use_diff=True))
     raw_config["architectures"] = [type(model).__name__]
     raw_config["dtype"] = str(model.dtype).removeprefix("torch.")
-    config = type(model.config).from_dict({k: v for k, v in raw_config.items() if k != "quantization_config"})
+    config = type(model.config).from_dict({k: decoded(v) for k, v in raw_config.items() if k != "quantization_config"})
     tensors = loaded_tensors(model, build_model(config, model.dtype))
     files: dict[str, Path | bytes] = {}
     if getattr(model, "generation_config", None) is not None:

@@ -265,7 +265,7 @@ class SchemeResolver:
             alias: Its name in the model, where that differs; patterns may use either.
         """
         names = [fqn] if alias in (None, fqn) else [fqn, str(alias)]
-        if any([self.is_ignored(name) for name in names]):
+        if any(self.is_ignored(name) for name in names):
             return UNQUANTIZED
         chosen = default or self.default
         for pattern, scheme in self._layer_config.items():

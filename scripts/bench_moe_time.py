@@ -79,8 +79,8 @@ def calibration_to_inference(args: argparse.Namespace) -> float:
             stacked = torch.stack([getattr(expert, leaf).weight for expert in experts])
             fused.experts._parameters[leaf] = torch.nn.Parameter(stacked, requires_grad=False)
         x = torch.randn(args.nsamples, args.seqlen, source.config.hidden_size)
-        if not torch.equal(ours(x), fused(x)):
-            raise RuntimeError("both forwards must give the same numbers")
+        # Equal bit for bit on one thread; more of them cut an activation's vector loops at other places.
+        torch.testing.assert_close(ours(x), fused(x), rtol=1e-4, atol=1e-5)
         observer = AbsMaxObserver()
         linears = {n: m for n, m in ours.named_modules() if isinstance(m, torch.nn.Linear)}
         with observer.attached(linears):

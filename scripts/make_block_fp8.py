@@ -35,7 +35,7 @@ SCALE_DTYPES = ("F32", "BF16", "F8_E8M0", "U8")
 DECODER_LAYER = re.compile(r"(^|\.)(layers|h|blocks)\.\d+\.")
 # Beside the routers: what these releases keep in 16 bit, the odd matrices of multi-token prediction layers included.
 NEVER_FP8 = re.compile(
-    r"mlp\.gate\.|router|shared_expert_gate|block_sparse_moe\.gate\.|embed|lm_head|shared_head|eh_proj|norm|vis(ion|ual)"
+    r"mlp\.gate\.|router|weights_proj|shared_expert_gate|block_sparse_moe\.gate\.|embed|lm_head|shared_head|eh_proj|norm|vis(ion|ual)"
 )
 NOT_COPIED = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".gguf")
 

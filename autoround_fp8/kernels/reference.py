@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional as F
 
 from autoround_fp8.kernels.base import LinearProblem
-from autoround_fp8.numerics.fp8 import quantize_fp8
+from autoround_fp8.numerics.fp8 import decode_fp8, quantize_fp8
 
 
 def reference_linear(
@@ -28,7 +28,7 @@ def reference_linear(
     Returns:
         `[..., out]` in x's dtype.
     """
-    y = F.linear(quantize_fp8(x, input_scale).float(), weight.float())
+    y = F.linear(decode_fp8(quantize_fp8(x, input_scale)), decode_fp8(weight))
     y = y * (input_scale * weight_scale.reshape(-1))
     if bias is not None:
         y = y + bias.float()

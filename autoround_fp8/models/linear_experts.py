@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from autoround_fp8.errors import NumericsError, UnsupportedModelError
@@ -174,18 +175,28 @@ class Expert(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[tokens, hidden] -> [tokens, hidden]`, without the routing weight."""
-        (shell,) = self._shell
         modules: Any = self._modules
+        if self._layout.has_bias:
+            # The library rounds the product before it adds the bias; never quantised, so no hook is missed.
+            first, last = modules[self._layout.first_linear], modules["down_proj"]
+            return F.linear(self._activate(F.linear(x, first.weight) + first.bias), last.weight) + last.bias
         if not self._layout.has_gate:
-            return self.down_proj(shell.act_fn(modules["up_proj"](x)))  # type: ignore[operator]
+            return self.down_proj(self._activate(modules["up_proj"](x)))
         if "gate_up_proj" in modules:
             gate_up = modules["gate_up_proj"](x)
         else:
             gate_up = torch.cat([modules["gate_proj"](x), modules["up_proj"](x)], dim=-1)
-        if not hasattr(shell, "_apply_gate"):
-            gate, up = gate_up.chunk(2, dim=-1)
-            return self.down_proj(up * shell.act_fn(gate))  # type: ignore[operator]
-        return self.down_proj(shell._apply_gate(gate_up))  # type: ignore[operator]
+        return self.down_proj(self._activate(gate_up))
+
+    def _activate(self, x: torch.Tensor) -> torch.Tensor:
+        """Between the projections, as the module it was cut from does it."""
+        shell: Any = self._shell[0]
+        if not self._layout.has_gate:
+            return shell.act_fn(x)
+        if hasattr(shell, "_apply_gate"):
+            return shell._apply_gate(x)
+        gate, up = x.chunk(2, dim=-1)
+        return up * shell.act_fn(gate)
 
 
 class LinearExperts(nn.Module):
@@ -278,8 +289,8 @@ def linearized(model: nn.Module, layouts: dict[str, ExpertsLayout]) -> Iterator[
         layouts: Module name -> layout of the modules to replace.
     """
     fused = {name: model.get_submodule(name) for name in layouts}
-    linearize(model, layouts)
     try:
+        linearize(model, layouts)
         yield
     finally:
         for name, module in fused.items():

@@ -104,8 +104,10 @@ def map_names(model: Any, tensor_names: Iterable[str], layouts: Mapping[str, Exp
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
     renamings: Any = [t for t in transforms if not isinstance(t, WeightConverter)]
     builder = _Builder(model, layouts)
+    # Single experts, which an export of fused ones has: transformers drops a prefix only from names it knows.
+    known = {**state, **dict.fromkeys(_single_experts(layouts), True)}
     for name in sorted(tensor_names):
-        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
+        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, known)
         if builder.add_expert(name, target, pattern):
             continue
         if pattern is not None and target in state:
@@ -228,3 +230,12 @@ def _names_of_fused(fused: Mapping[str, str], layout: ExpertsLayout) -> dict[tup
     folder = folder or tensor[: tensor.rindex("experts") + len("experts")]
     leaf_of = dict(zip(("gate_proj", "up_proj", "down_proj"), leaves, strict=True))
     return {(e, p): f"{folder}.{e}.{leaf_of[p]}" for e in range(layout.num_experts) for p in layout.projections}
+
+
+def _single_experts(layouts: Mapping[str, ExpertsLayout]) -> list[str]:
+    return [
+        f"{module}.{expert}.{projection}.weight"
+        for module, layout in layouts.items()
+        for expert in range(layout.num_experts)
+        for projection in layout.projections
+    ]

@@ -120,7 +120,7 @@ def load_config(folder: Path, *, trust_remote_code: bool = False) -> tuple[dict[
         )
     if known and model_type in REFUSED:
         raise UnsupportedModelError(f"model_type {model_type!r} is not supported: {REFUSED[model_type]}")
-    fields = {key: _decoded(value) for key, value in raw.items() if key != "quantization_config"}
+    fields = {key: decoded(value) for key, value in raw.items() if key != "quantization_config"}
     try:
         if known:
             config = CONFIG_MAPPING[model_type].from_dict(fields)
@@ -133,13 +133,11 @@ def load_config(folder: Path, *, trust_remote_code: bool = False) -> tuple[dict[
     return raw, config
 
 
-def _decoded(value: Any) -> Any:
+def decoded(value: Any) -> Any:
     """Infinity as transformers 5 writes it into JSON, `{"__float__": "Infinity"}`, back as a float."""
     if isinstance(value, dict):
-        return (
-            float(value["__float__"]) if value.keys() == {"__float__"} else {k: _decoded(v) for k, v in value.items()}
-        )
-    return [_decoded(item) for item in value] if isinstance(value, list) else value
+        return float(value["__float__"]) if value.keys() == {"__float__"} else {k: decoded(v) for k, v in value.items()}
+    return [decoded(item) for item in value] if isinstance(value, list) else value
 
 
 def source_dtype(raw_config: dict[str, Any]) -> torch.dtype:
@@ -194,7 +192,8 @@ def build_model(config: Any, dtype: torch.dtype, *, trust_remote_code: bool = Fa
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     except ValueError as e:
-        raise UnsupportedModelError(f"no causal language model for model_type {config.model_type!r}: {e}") from e
+        reason = str(e).partition("\n")[0]  # what follows lists every model that transformers knows
+        raise UnsupportedModelError(f"no causal language model for model_type {config.model_type!r}: {reason}") from e
     model.eval()
     model.requires_grad_(False)
     return model
@@ -215,6 +214,9 @@ def find_blocks(model: nn.Module, config: Any) -> tuple[str, ...]:
     found = found or [
         n for n, m in lists if len({type(layer) for layer in m}) == 1 and "." not in n.partition("layers")[2]
     ]
+    if len(found) > 1 and hasattr(model, "get_decoder"):  # a vision tower may have as many layers
+        inside = set(model.get_decoder().modules())
+        found = [n for n in found if model.get_submodule(n) in inside]
     if len(found) != 1:
         raise UnsupportedModelError(
             f"cannot tell the decoder blocks of model_type {config.model_type!r}: {len(found)} lists with "

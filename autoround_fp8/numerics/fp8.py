@@ -66,7 +66,7 @@ def quantize_fp8(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def decode_fp8(codes: torch.Tensor) -> torch.Tensor:
-    """Turns CPU FP8 E4M3FN codes into the float32 values they stand for, exactly and faster than `.float()`.
+    """Turns FP8 E4M3FN codes into the float32 values they stand for, exactly, and on a CPU faster than `.float()`.
 
     A code is the float16 with the same sign and the other seven bits three places further up, times 2**8: the exponent
     biases are 7 and 15. Through float16 and not bfloat16, whose subnormals are lost under `torch.set_flush_denormal`.
@@ -78,6 +78,8 @@ def decode_fp8(codes: torch.Tensor) -> torch.Tensor:
         Float32 of the same shape; NaN for the codes 0x7f and 0xff.
     """
     assert codes.dtype == FP8_DTYPE
+    if codes.device.type != "cpu":
+        return codes.float()
     # The sign is extended into the upper byte; the mask keeps bit 15 and the seven bits 7..13.
     bits = codes.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(0x3F80 - 0x8000)
     values = bits.view(torch.float16).float().mul_(2.0**8)
@@ -88,8 +90,8 @@ def decode_fp8(codes: torch.Tensor) -> torch.Tensor:
 
 
 def dequantize_fp8(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Turns FP8 codes back into float32 values: `codes.float() * scale`, with `scale` broadcastable to the codes."""
-    return codes.float() * scale
+    """Turns FP8 codes back into float32 values: value times `scale`, which is broadcastable to the codes."""
+    return decode_fp8(codes) * scale
 
 
 def sqnr_db(reference: torch.Tensor, quantized: torch.Tensor) -> float:
