@@ -199,7 +199,7 @@ def build_model(config: Any, dtype: torch.dtype, *, trust_remote_code: bool = Fa
     return model
 
 
-def find_blocks(model: nn.Module, config: Any) -> tuple[str, ...]:
+def find_blocks(model: Any, config: Any) -> tuple[str, ...]:
     """Module names of the decoder blocks: the one ModuleList of decoder layers with `num_hidden_layers` entries.
 
     Raises:
