@@ -172,7 +172,8 @@ class BlockwiseCompressor:
     ) -> tuple[dict[str, InputRange], list[torch.Tensor]]:
         observer = AbsMaxObserver()
         model = self._plan.skeleton.model
-        watched = dict.fromkeys(linear.module for linear in linears)
+        # Also experts that stay in 16 bit: how many tokens they saw is part of the report.
+        watched = dict.fromkeys(name for linear in linears for name in (linear.module, *linear.siblings))
         with observer.attached({name: model.get_submodule(name) for name in watched}):
             outputs = [run_block(block, calls.inputs(b, index), self._device) for b in range(len(calls.calls))]
         return observer.ranges, outputs

@@ -17,7 +17,7 @@ from autoround_fp8.errors import CheckpointError, ConfigError, UnsupportedModelE
 from autoround_fp8.models.families import MIN_FEATURES, NEVER_QUANTIZED, fused_group
 from autoround_fp8.models.name_map import ExpertsSource
 from autoround_fp8.models.skeleton import Skeleton, shares_tied_weight
-from autoround_fp8.numerics.granularity import PER_TENSOR
+from autoround_fp8.numerics.granularity import PER_CHANNEL, PER_TENSOR
 from autoround_fp8.schemes import UNQUANTIZED, QuantizationScheme, SchemeResolver
 
 logger = logging.getLogger(__name__)
@@ -114,7 +114,8 @@ class LayerPlanner:
     def _plan_experts(self, source: ExpertsSource) -> list[LinearPlan]:
         layout = source.layout
         schemes = {fqn: self._scheme_of_expert(source, key, fqn) for key, fqn in source.names.items()}
-        _check_fused_tensors(source, schemes)
+        self._check_fused_tensors(source, schemes)
+        _report_mixed(source, schemes)
         siblings = {
             projection: tuple(f"{source.module}.{e}.{layout.linear_of(projection)}" for e in range(layout.num_experts))
             for projection in layout.projections
@@ -177,16 +178,39 @@ class LayerPlanner:
         if entry.dtype not in ("BF16", "F16", "F32"):
             raise CheckpointError(f"tensor {tensor!r} is {entry.dtype}; weights must be BF16, F16 or F32")
 
+    def _check_fused_tensors(self, source: ExpertsSource, schemes: Mapping[str, QuantizationScheme]) -> None:
+        """Experts that are one tensor in the checkpoint: its shape, and that they are rewritten all or not at all."""
+        layout = source.layout
+        for leaf, tensor in source.fused.items():
+            projection = leaf.removesuffix("_bias")
+            outputs, inputs = layout.linear_shape(projection)
+            matrix = (inputs, outputs) if layout.is_transposed else (outputs, inputs)
+            expected = (layout.num_experts, *((outputs,) if leaf != projection else matrix))
+            found = self._source.entries[tensor].shape
+            if found != expected:
+                raise CheckpointError(f"tensor {tensor!r} has shape {list(found)}, the model expects {list(expected)}")
+        if source.is_fused:
+            _check_all_or_none(source, schemes)
 
-def _check_fused_tensors(source: ExpertsSource, schemes: Mapping[str, QuantizationScheme]) -> None:
-    """Experts that are one tensor in the checkpoint are rewritten all or not at all."""
-    if not source.is_fused:
-        return
+
+def _check_all_or_none(source: ExpertsSource, schemes: Mapping[str, QuantizationScheme]) -> None:
     kept = [fqn for fqn, scheme in schemes.items() if not scheme.is_quantized]
     if kept and len(kept) != len(schemes):
         raise ConfigError(
             f"only some experts of {source.module!r} would stay in 16 bit ({kept[0]!r} ...), but the checkpoint has "
             "them in one tensor: ignore all of them or none"
+        )
+
+
+def _report_mixed(source: ExpertsSource, schemes: Mapping[str, QuantizationScheme]) -> None:
+    """Says it once per layer if engines will not load a layer's experts as they are asked for."""
+    found = {(scheme.is_quantized, scheme.group_size) for scheme in schemes.values()}
+    if len(found) > 1:
+        logger.warning("the experts of %s get different schemes; engines fuse a layer's experts", source.module)
+    elif (True, PER_CHANNEL) in found:
+        logger.warning(
+            "the experts of %s get a scale per channel; with static inputs engines take only one per tensor",
+            source.module,
         )
 
 

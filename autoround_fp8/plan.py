@@ -15,11 +15,11 @@ import torch
 from autoround_fp8.checkpoint.layout import ExportLayout, PlannedTensor, parse_size, plan_layout
 from autoround_fp8.checkpoint.reader import TensorSource
 from autoround_fp8.config import QuantizeConfig
-from autoround_fp8.errors import CheckpointError, ConfigError
+from autoround_fp8.errors import CheckpointError, ConfigError, UnsupportedModelError
 from autoround_fp8.formats.base import CheckpointFormat
 from autoround_fp8.layer_plan import LayerPlanner, LinearPlan
 from autoround_fp8.models.skeleton import Skeleton
-from autoround_fp8.schemes import UNQUANTIZED, QuantizationScheme, SchemeResolver
+from autoround_fp8.schemes import UNQUANTIZED, QuantizationScheme, SchemeResolver, matches_layer
 
 logger = logging.getLogger(__name__)
 
@@ -63,9 +63,10 @@ def make_plan(
     resolver = SchemeResolver(config.scheme, config.layer_config, config.ignore_layers)
     planner = LayerPlanner(skeleton, source, resolver, shared_expert_scale=config.moe_input_scale == "shared")
     blocks = tuple(planner.plan_block(name) for name in skeleton.block_names)
-    _check_patterns(resolver, skeleton)
     linears = [linear for block in blocks for linear in block]
     quantized = {linear.fqn: linear for linear in linears if linear.scheme.is_quantized}
+    _check_patterns(resolver, skeleton, config.layer_config, list(quantized.values()))
+    _report_unused(skeleton)
     if not quantized:
         raise ConfigError(
             f"nothing would be quantised: none of the {len(linears)} linear layers in the blocks is left to do"
@@ -86,12 +87,15 @@ def make_plan(
         if e.name not in consumed
     ]
     schemes = {x.fqn: x.scheme for x in linears}
-    for fqn in _copied_matrices(copied, skeleton, block_prefixes(skeleton, blocks)):
+    prefixes = block_prefixes(skeleton, blocks)
+    for fqn in _copied_matrices(copied, skeleton, prefixes, quantized):
         schemes.setdefault(fqn, UNQUANTIZED)
+    exceptions = _summarised({fqn: scheme for fqn, scheme in schemes.items() if scheme != config.scheme}, schemes)
+    _check_described(checkpoint_format, config.scheme, exceptions, prefixes, linears)
     return QuantizationPlan(
         skeleton=skeleton,
         blocks=blocks,
-        exceptions=_summarised({fqn: scheme for fqn, scheme in schemes.items() if scheme != config.scheme}, schemes),
+        exceptions=exceptions,
         layout=plan_layout([*tensors, *copied], source.entries, consumed, parse_size(config.max_shard_size)),
     )
 
@@ -108,7 +112,38 @@ def _consumed_tensors(skeleton: Skeleton, quantized: Mapping[str, LinearPlan]) -
     return consumed
 
 
-def _copied_matrices(copied: Sequence[PlannedTensor], skeleton: Skeleton, prefixes: Sequence[str]) -> list[str]:
+def _check_described(
+    checkpoint_format: CheckpointFormat,
+    scheme: QuantizationScheme,
+    exceptions: Mapping[str, QuantizationScheme],
+    prefixes: Sequence[str],
+    linears: Sequence[LinearPlan],
+) -> None:
+    """Reads the config that would be written as a loader does: it must say of every layer what the plan says."""
+    parsed = checkpoint_format.parse(checkpoint_format.quantization_config(scheme, exceptions, prefixes))
+    assert parsed is not None
+    for linear in linears:
+        if parsed.resolve(linear.fqn) != linear.scheme:
+            raise UnsupportedModelError(
+                f"the config of format {checkpoint_format.name!r} cannot describe layer {linear.fqn!r}: another entry "
+                "of it names that layer too"
+            )
+
+
+def _report_unused(skeleton: Skeleton) -> None:
+    if not skeleton.unused:
+        return
+    logger.warning(
+        "%d tensors belong to no part of %s, first %s; they are copied, in 16 bit",
+        len(skeleton.unused),
+        type(skeleton.model).__name__,
+        skeleton.unused[0],
+    )
+
+
+def _copied_matrices(
+    copied: Sequence[PlannedTensor], skeleton: Skeleton, prefixes: Sequence[str], quantized: Mapping[str, LinearPlan]
+) -> list[str]:
     """Names of what stays in 16 bit although it is a matrix: routers, fused experts, layers the model does not have."""
     unused = set(skeleton.unused)
     inside = tuple(f"{prefix}." for prefix in prefixes)
@@ -116,7 +151,10 @@ def _copied_matrices(copied: Sequence[PlannedTensor], skeleton: Skeleton, prefix
     for tensor in copied:
         if len(tensor.shape) >= 2 and (tensor.name.startswith(inside) or tensor.name in unused):
             stem = tensor.name.removesuffix(".weight")
-            found.append(stem if stem != tensor.name else tensor.name.rpartition(".")[0])
+            owner = tensor.name.rpartition(".")[0]
+            # A parameter without a module of its own stands for the module it is in, unless that has FP8 layers too.
+            bare = stem == tensor.name and not any(fqn.startswith(f"{owner}.") for fqn in quantized)
+            found.append(owner if bare else stem)
     return found
 
 
@@ -141,13 +179,22 @@ def _summarised(
     return found
 
 
-def _check_patterns(resolver: SchemeResolver, skeleton: Skeleton) -> None:
+def _check_patterns(
+    resolver: SchemeResolver,
+    skeleton: Skeleton,
+    layer_config: Mapping[str, QuantizationScheme],
+    quantized: Sequence[LinearPlan],
+) -> None:
     # Modules outside the blocks, or that are no Linear, may be named too: they are left alone anyway.
     others = [name for name, _ in skeleton.model.named_modules()]
     for name in others:
         resolver.resolve(name)
     for pattern in resolver.unused_patterns():
         logger.warning("layer pattern %r names no layer of this model", pattern)
+    names = [name for linear in quantized for name in (linear.fqn, linear.module)]
+    for pattern in set(layer_config) - set(resolver.unused_patterns()):
+        if layer_config[pattern].is_quantized and not any(matches_layer(pattern, name) for name in names):
+            logger.warning("layer_config entry %r asks for FP8, but names only layers that stay in 16 bit", pattern)
 
 
 def calibration_dtype(config: QuantizeConfig, stored: torch.dtype, fast_bfloat16: bool) -> torch.dtype:

@@ -12,19 +12,23 @@ from typing import Any
 import pytest
 import torch
 from make_block_fp8 import make_block_fp8
+from safetensors.torch import load_file, save_file
 from tiny_models import VOCAB_SIZE
 from tiny_moe_models import FP8_FAMILIES, MOE_FAMILIES, save_tiny_moe_model, tiny_moe_model
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from autoround_fp8.autoround import parse_names
 from autoround_fp8.checkpoint.reader import CheckpointReader, InMemorySource
 from autoround_fp8.config import QuantizeConfig
-from autoround_fp8.errors import CheckpointError, ConfigError
+from autoround_fp8.errors import CheckpointError, ConfigError, UnsupportedModelError
+from autoround_fp8.export import MemorySink
 from autoround_fp8.formats.base import ParsedQuantization
 from autoround_fp8.formats.table import get_format, parse_quantization
+from autoround_fp8.inference.load import load_quantized_model
 from autoround_fp8.layer_plan import LayerPlanner, LinearPlan
 from autoround_fp8.models.skeleton import Skeleton, build_skeleton
 from autoround_fp8.numerics.granularity import PER_CHANNEL, PER_TENSOR
-from autoround_fp8.pipeline import export_run, open_model, prepare
+from autoround_fp8.pipeline import compress, export_run, open_model, prepare
 from autoround_fp8.plan import QuantizationPlan, make_plan
 from autoround_fp8.schemes import UNQUANTIZED, SchemeResolver, matches_layer, parse_layer_config, parse_scheme
 
@@ -207,7 +211,8 @@ def test_ignoring_one_experts_gate_keeps_its_up_too(warnings_of: pytest.LogCaptu
     kept = {fqn for fqn, group in schemes_of(plan).items() if group is None}
     assert kept == {f"{name}.gate_proj", f"{name}.up_proj"}
     assert f"{name}.up_proj stays in 16 bit too: engines fuse it with {name}.gate_proj" in warnings_of.text
-    assert len(warnings_of.records) == 1
+    assert len(warnings_of.records) == 2
+    assert "the experts of model.layers.0.mlp.experts get different schemes" in warnings_of.text
     assert plan.layout.tensors[f"{name}.up_proj.weight"].dtype == "BF16"
     assert plan.layout.tensors[f"{name}.down_proj.weight"].dtype == "F8_E4M3"
 
@@ -468,3 +473,72 @@ def test_an_expert_of_another_shape_is_refused_by_name(shape: tuple[int, int]) -
     tensors = {n: source.tensors.read(n) for n in source.tensors.entries} | {name: torch.zeros(shape)}
     with pytest.raises(CheckpointError, match=rf"'{name}' has shape \[{shape[0]}, {shape[1]}\], .* expects \[48, 64\]"):
         make_plan(QuantizeConfig(), skeleton, InMemorySource(tensors), get_format("fp8_static"))
+
+
+def test_experts_per_channel_are_warned_about_once_per_layer(warnings_of: pytest.LogCaptureFixture) -> None:
+    plan_of(model_of("qwen3_moe"), layer_config={"experts": "FP8_STATIC"})
+    text = "get a scale per channel; with static inputs engines take only one per tensor"
+    assert [record.message for record in warnings_of.records] == [
+        f"the experts of model.layers.{layer}.mlp.experts {text}" for layer in range(2)
+    ]
+
+
+@pytest.mark.parametrize(("family", "leaf"), [("granitemoe", "output_linear.weight"), ("gpt_oss", "gate_up_proj_bias")])
+@pytest.mark.parametrize("change", ["one more", "one less"])
+def test_fused_experts_of_another_number_are_refused_by_the_plan(
+    tmp_path: Path, family: str, leaf: str, change: str
+) -> None:
+    save_tiny_moe_model(tmp_path, family, with_tokenizer=False)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    name = next(name for name in tensors if name.endswith(leaf))
+    tensors[name] = torch.cat([tensors[name]] * 2)[: NUM_EXPERTS + (1 if change == "one more" else -1)].clone()
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=rf"'{name}' has shape .*, the model expects \[8, "):
+        plan_of(tmp_path)
+
+
+def test_an_ignored_expert_still_counts_its_tokens(caplog: pytest.LogCaptureFixture) -> None:
+    config = QuantizeConfig(
+        dataset=ROWS, device="cpu", ignore_layers=("experts.3",), unseen_experts="error", calibration_dtype="float32"
+    )
+    result = compress(prepare(config, open_model(model_of("qwen3_moe"))), MemorySink())
+    for block in result.blocks:
+        (tokens,) = block.expert_tokens.values()
+        assert len(tokens) == NUM_EXPERTS
+        assert min(tokens) > 0
+
+
+def test_a_bare_matrix_beside_fp8_layers_is_listed_by_its_own_name(tmp_path: Path) -> None:
+    # Jamba's `mamba` has FP8 linears and the 2-D parameter `mamba.A_log`: listing `mamba` would exclude the linears.
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "vocab_size": VOCAB_SIZE}
+    periods = {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 4, "mamba_dt_rank": 8}
+    config = AutoConfig.for_model("jamba", **sizes, **periods, **heads, use_mamba_kernels=False)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path / "source")
+    run = prepare(QuantizeConfig(dataset=ROWS, device="cpu"), open_model(tmp_path / "source"))
+    assert not run.plan.exceptions["model.layers.0.mamba.A_log"].is_quantized
+    assert "model.layers.0.mamba" not in run.plan.exceptions
+    model = load_quantized_model(export_run(run, tmp_path / "out").folder)
+    assert type(model.model.layers[0].mamba.in_proj).__name__ == "WeightFP8ActFP8StaticQuantLinear"
+
+
+def test_a_config_that_would_say_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autoround_fp8.plan._copied_matrices", lambda *args: ["model.layers.0.self_attn"])
+    with pytest.raises(UnsupportedModelError, match=r"cannot describe layer 'model\.layers\.0\.self_attn\.q_proj'"):
+        plan_of(model_of("qwen3_moe"))
+
+
+def test_tensors_without_a_place_are_reported(tmp_path: Path, warnings_of: pytest.LogCaptureFixture) -> None:
+    save_tiny_moe_model(tmp_path, "qwen3_moe", with_tokenizer=False)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1, "layer_types": None}))
+    plan_of(tmp_path)
+    assert "33 tensors belong to no part of Qwen3MoeForCausalLM, first model.layers.1." in warnings_of.text
+
+
+def test_fp8_wanted_where_it_never_happens_is_reported(warnings_of: pytest.LogCaptureFixture) -> None:
+    plan_of(model_of("qwen3_moe"), layer_config={"mlp.gate": "FP8_STATIC", "q_proj": "FP8_STATIC"})
+    assert [r.message for r in warnings_of.records] == [
+        "layer_config entry 'mlp.gate' asks for FP8, but names only layers that stay in 16 bit"
+    ]

@@ -68,6 +68,11 @@ class ExpertsLayout:
         """Name of the Linear that holds a projection."""
         return "down_proj" if projection == "down_proj" else self.first_linear
 
+    def linear_shape(self, linear: str) -> tuple[int, int]:
+        """`(out_features, in_features)` of the Linear that holds a projection, by the Linear's name."""
+        outputs, inputs = self.shape_of("down_proj" if linear == "down_proj" else "up_proj")
+        return (2 * outputs, inputs) if linear == "gate_up_proj" else (outputs, inputs)
+
     def rows_of(self, projection: str) -> tuple[int, int] | None:
         """The projection's rows (first, end) in the Linear that holds it; None = all, or every second one."""
         if projection == "down_proj" or not self.has_gate or not self.is_concatenated:
