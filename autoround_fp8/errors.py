@@ -4,6 +4,8 @@ Everything raised on purpose derives from `AutoRoundError`, so that the CLI can 
 code.
 """
 
+import textwrap
+
 
 class AutoRoundError(Exception):
     """Base of all errors raised on purpose by this package."""
@@ -27,3 +29,9 @@ class UnsupportedModelError(AutoRoundError, NotImplementedError):
 
 class NumericsError(AutoRoundError, ArithmeticError):
     """A NaN or infinity appeared in weights, activations or scales."""
+
+
+def cause_line(error: BaseException) -> str:
+    """Class and first line of another library's error, to end a message of ours with."""
+    line = textwrap.shorten(str(error).strip().partition("\n")[0], 240, placeholder=" ...")
+    return f"{type(error).__name__}: {line}" if line else type(error).__name__

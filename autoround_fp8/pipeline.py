@@ -33,6 +33,8 @@ from autoround_fp8.export import (
     quantization_config_file,
 )
 from autoround_fp8.formats.table import get_format
+from autoround_fp8.inference.linear import WeightFP8ActFP8StaticQuantLinear
+from autoround_fp8.models.linear_experts import LinearExperts
 from autoround_fp8.models.loaded_model import loaded_tensors
 from autoround_fp8.models.skeleton import build_model, build_skeleton, decoded, load_config, source_dtype
 from autoround_fp8.plan import QuantizationPlan, calibration_dtype, make_plan
@@ -99,7 +101,7 @@ def open_model(model: Any, tokenizer: Any = None, *, trust_remote_code: bool = F
 
     Raises:
         CheckpointError: If the checkpoint is missing or damaged.
-        ConfigError: If `model` is neither a path nor a model.
+        ConfigError: If `model` is neither a path nor a model, or a model that this package made.
     """
     if isinstance(model, (str, Path)):
         folder = locate_checkpoint(model)
@@ -260,6 +262,12 @@ def make_report(run: PreparedRun, blocks: list[BlockReport], seconds: float) -> 
 def _open_in_memory(model: Any, tokenizer: Any) -> ModelSource:
     import json
 
+    for name, module in model.named_modules():
+        if isinstance(module, LinearExperts | WeightFP8ActFP8StaticQuantLinear):
+            raise ConfigError(
+                f"the model was loaded or quantised by autoround_fp8 ({name!r} is a {type(module).__name__}) and "
+                "cannot be quantised again; give the original model or its folder"
+            )
     raw_config = json.loads(model.config.to_json_string(use_diff=True))
     raw_config["architectures"] = [type(model).__name__]
     raw_config["dtype"] = str(model.dtype).removeprefix("torch.")

@@ -35,11 +35,13 @@ class BlockInputs:
     """What one decoder block is called with for one batch of samples.
 
     Attributes:
+        block: Its number, for messages.
         hidden_states: `[batch, tokens, hidden]`; samples in a batch all have the same length, so nothing is padding.
         args: Further positional arguments of the block, after the hidden states.
         kwargs: Keyword arguments (masks, rotary tables, positions ...), this block's own.
     """
 
+    block: int
     hidden_states: torch.Tensor
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)

@@ -67,7 +67,7 @@ ATTRIBUTE_PROBES: dict[str, int] = {
 }
 
 # Nothing but names or constants in them. Every package's own __init__.py is free too, as it holds a docstring only.
-WITHOUT_TEST_FILE = {"__init__.py", "__main__.py", "version.py", "records.py", "errors.py"}
+WITHOUT_TEST_FILE = {"__init__.py", "__main__.py", "version.py", "records.py"}
 
 PATCHES_FILE = "models/patches.py"
 FOREIGN = ("torch", "transformers")

@@ -12,6 +12,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from tiny_models import FAMILIES, VOCAB_SIZE, save_tiny_model, tiny_model, tiny_tokenizer
+from tiny_moe_models import save_tiny_moe_model
 
 from autoround_fp8 import pipeline
 from autoround_fp8.autoround import parse_names
@@ -19,7 +20,7 @@ from autoround_fp8.config import QuantizeConfig
 from autoround_fp8.errors import AutoRoundError, CheckpointError, ConfigError, NumericsError, UnsupportedModelError
 from autoround_fp8.export import MemorySink
 from autoround_fp8.inference.linear import WeightFP8ActFP8StaticQuantLinear
-from autoround_fp8.inference.load import load_quantized_model
+from autoround_fp8.inference.load import load_model, load_quantized_model
 from autoround_fp8.numerics.fp8 import dequantize_fp8
 from autoround_fp8.pipeline import compress, export_run, load_tokenizer, open_model, prepare
 
@@ -329,6 +330,17 @@ def test_files_are_safetensors_of_transformers_kind(tmp_path: Path) -> None:
     out = export(save_tiny_model(tmp_path / "source"), tmp_path / "out")
     with safe_open(out / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}
+
+
+def test_a_model_that_this_package_made_is_refused(tmp_path: Path) -> None:
+    message = "by autoround_fp8 .*'{}' is a {}.* give the original model or its folder"
+    quantized = load_quantized_model(export(tiny_model("qwen3"), tmp_path / "out"))
+    name = r"model\.layers\.0\.self_attn\.q_proj"
+    with pytest.raises(ConfigError, match=message.format(name, "WeightFP8ActFP8StaticQuantLinear")):
+        open_model(quantized)
+    experts = load_model(save_tiny_moe_model(tmp_path / "moe", "qwen3_moe"))
+    with pytest.raises(ConfigError, match=message.format(r"model\.layers\.0\.mlp\.experts", "LinearExperts")):
+        open_model(experts)
 
 
 def test_loading_a_tokenizer(tmp_path: Path) -> None:

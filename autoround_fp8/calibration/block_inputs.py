@@ -7,16 +7,29 @@ equal lengths (see `dataset.py`), so there is no padding to keep apart.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from autoround_fp8.errors import UnsupportedModelError
+from autoround_fp8.errors import AutoRoundError, UnsupportedModelError, cause_line
 from autoround_fp8.models.patches import swapped_forwards
 from autoround_fp8.records import BlockInputs
+
+# What code that is not ours raises when it cannot compute.
+_FORWARD_FAULTS = (
+    RuntimeError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    AssertionError,
+    ImportError,
+)
 
 
 class _Stop(Exception):
@@ -42,12 +55,18 @@ class CapturedCalls:
     def inputs(self, batch: int, block: int) -> BlockInputs:
         """The call of one block for one batch, with the batch's current hidden states."""
         args, kwargs = self.calls[batch][block]
-        return BlockInputs(hidden_states=self.hidden_states[batch], args=args, kwargs=kwargs)
+        return BlockInputs(block=block, hidden_states=self.hidden_states[batch], args=args, kwargs=kwargs)
 
 
 def run_block(block: nn.Module, inputs: BlockInputs, device: torch.device) -> torch.Tensor:
-    """Runs a block; returns its hidden states `[batch, tokens, hidden]` in host memory."""
-    out = block(inputs.hidden_states.to(device), *inputs.args, **inputs.kwargs)
+    """Runs a block; returns its hidden states `[batch, tokens, hidden]` in host memory.
+
+    Raises:
+        UnsupportedModelError: If the block's own code fails, naming the block and the cause.
+    """
+    hidden_states = inputs.hidden_states.to(device)
+    with _forward_of(lambda: _block_text(inputs.block, block)):
+        out = block(hidden_states, *inputs.args, **inputs.kwargs)
     return (out[0] if isinstance(out, (tuple, list)) else out).cpu()
 
 
@@ -68,7 +87,8 @@ def capture_block_inputs(
         with_first_block: Context manager factory during which the first block is filled.
 
     Raises:
-        UnsupportedModelError: If blocks are skipped, called twice, or hand over more than the hidden states.
+        UnsupportedModelError: If blocks are skipped, called twice, or hand over more than the hidden states, or if the
+            model's own code fails, naming where and the cause.
     """
     captured = CapturedCalls()
     num_outputs: int | None = None
@@ -79,7 +99,7 @@ def capture_block_inputs(
             # How many values a block returns decides how the model unpacks them, so the first block runs once for real.
             first = _run_stubbed(model, blocks[:1], ids, None)
             args, kwargs = first[0]
-            with with_first_block():
+            with with_first_block(), _forward_of(lambda: _block_text(0, blocks[0])):
                 out = blocks[0](*args, **kwargs)
             num_outputs = len(out) if isinstance(out, (tuple, list)) else None
         calls = _run_stubbed(model, blocks, ids, num_outputs)
@@ -111,12 +131,35 @@ def _run_stubbed(
 
         return forward
 
+    def place() -> str:
+        if not calls:
+            return "the part of the model in front of its decoder blocks"
+        last = max(calls)
+        return f"the part of the model after {_block_text(last, blocks[last])}"
+
     try:
-        with swapped_forwards({block: stub(i) for i, block in enumerate(blocks)}):
+        with _forward_of(place), swapped_forwards({block: stub(i) for i, block in enumerate(blocks)}):
             model(input_ids=ids, use_cache=False)
     except _Stop:
         pass
     return [calls[i] for i in sorted(calls)]
+
+
+@contextmanager
+def _forward_of(what: Callable[[], str]) -> Iterator[None]:
+    """Turns errors of code that is not ours into one sentence; out of memory is no fault of the model, and stays."""
+    try:
+        yield
+    except (AutoRoundError, torch.OutOfMemoryError):
+        raise
+    except _FORWARD_FAULTS as e:
+        if "DefaultCPUAllocator" in str(e):  # torch's out of memory on the CPU has no class of its own
+            raise
+        raise UnsupportedModelError(f"{what()} cannot be run: {cause_line(e)}") from e
+
+
+def _block_text(index: int, block: nn.Module) -> str:
+    return f"decoder block {index} ({type(block).__name__})"
 
 
 def _split(

@@ -7,6 +7,7 @@ a checkpoint's own bytes are is in `reader.py`.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -17,6 +18,10 @@ from autoround_fp8.checkpoint.reader import DTYPE_NAMES, TensorEntry, TensorSour
 from autoround_fp8.errors import CheckpointError, ConfigError, NumericsError
 from autoround_fp8.numerics.fp8 import FP8_DTYPE, decode_fp8
 
+logger = logging.getLogger(__name__)
+
+# Settings of a quantization_config that list the layers which are not FP8.
+_PLAIN_LISTS = ("modules_to_not_convert", "ignored_layers")
 # `X.weight` -> `X.weight_scale_inv`, `experts.down_proj` -> `experts.down_proj_scale_inv`; multipliers, both of them.
 _SCALE_SUFFIXES = ("_scale_inv", "_scale")
 _SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0", "U8")
@@ -86,7 +91,8 @@ def open_source(source: TensorSource, raw_config: Mapping[str, Any], dtype: torc
         found = f"quant_method {method!r}" + (f", activation_scheme {activations!r}" if method == "fp8" else "")
         raise ConfigError(f"the model is already quantised ({found}); start from its 16-bit original")
     native = BlockFp8Source(source, _block_size(block), dtype)
-    return native if native.num_fp8_weights else source
+    _warn_of_listed(native, block)
+    return native if native.fp8_weights else source
 
 
 class BlockFp8Source:
@@ -131,9 +137,9 @@ class BlockFp8Source:
         return self._source.stored_bytes
 
     @property
-    def num_fp8_weights(self) -> int:
-        """How many weights are stored as FP8."""
-        return len(self._scales)
+    def fp8_weights(self) -> tuple[str, ...]:
+        """Names of the weights that are stored as FP8."""
+        return tuple(self._scales)
 
     def read(self, name: str, index: int | None = None) -> torch.Tensor:
         """Reads one tensor, or one entry of its first dimension; float32 maths and one cast for FP8 weights.
@@ -208,6 +214,26 @@ def _block_size(config: Mapping[str, Any]) -> tuple[int, int] | None:
             f"weight_block_size of the model's quantization_config must be two positive ints, got {size!r}"
         )
     return size[0], size[1]
+
+
+def _warn_of_listed(source: BlockFp8Source, config: Mapping[str, Any]) -> None:
+    """Says so, once, if config.json calls a layer plain whose weight is FP8 with a scale; the tensors are believed."""
+    for key in _PLAIN_LISTS:
+        value = config.get(key)
+        listed = {name for name in value if isinstance(name, str)} if isinstance(value, list | tuple) else set()
+        for tensor in source.fp8_weights if listed else ():
+            parts = tensor.removesuffix(".weight").split(".")
+            # As transformers reads the list: a layer, a module around it, or the end of its name.
+            names = {".".join(parts[:end]) for end in range(1, len(parts) + 1)}
+            names |= {".".join(parts[start:]) for start in range(len(parts))}
+            if names & listed:
+                logger.warning(
+                    "config.json lists %r in %s, but tensor %r is stored as FP8 with a scale; it is dequantised",
+                    min(names & listed),
+                    key,
+                    tensor,
+                )
+                return
 
 
 def _pair_scales(entries: Mapping[str, TensorEntry], block_size: tuple[int, int] | None) -> dict[str, _Scale]:

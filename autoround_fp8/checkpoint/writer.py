@@ -1,6 +1,7 @@
 """Streaming writer: puts each tensor in its planned place, and makes the finished checkpoint appear at once.
 
 Work happens in a hidden folder inside the target; `config.json` is moved last, so a folder with a config is complete.
+The target folder itself is locked meanwhile, which leaves no file behind and ends with the process at the latest.
 What an earlier run of this package wrote can be replaced; nothing else in the target is ever touched.
 """
 
@@ -19,6 +20,11 @@ from autoround_fp8.checkpoint.layout import ExportLayout
 from autoround_fp8.checkpoint.reader import DTYPES, INDEX_FILE, TensorSource, read_json, tensor_bytes
 from autoround_fp8.errors import CheckpointError, ConfigError
 
+try:
+    import fcntl
+except ImportError:  # not a POSIX system
+    fcntl = None  # type: ignore[assignment]
+
 STAGING_DIR = ".incomplete-export"
 CONFIG_FILE = "config.json"
 # Lists the files of an export, so that a later run knows what it may replace.
@@ -26,7 +32,7 @@ REPORT_FILE = "quantization_report.json"
 
 
 class CheckpointWriter:
-    """Writes one export into `output_dir`.
+    """Writes one export into `output_dir`, which is this writer's alone until `finish` or `abort`.
 
     Args:
         output_dir: Target folder; made if missing. User files in it stay.
@@ -35,7 +41,8 @@ class CheckpointWriter:
         overwrite: Whether an earlier export of this package in the target may be replaced.
 
     Raises:
-        ConfigError: If the target is a file, holds another checkpoint or a file this export would replace.
+        ConfigError: If the target is a file, holds another checkpoint or a file this export would replace, or if
+            another run is writing to it.
         CheckpointError: If the target cannot be written or has too little space.
     """
 
@@ -52,11 +59,17 @@ class CheckpointWriter:
         self._side_files = dict(side_files)
         self._places = {name: (shard.file, *shard.ranges[name]) for shard in layout.shards for name in shard.ranges}
         self._written: set[str] = set()
-        self._replaced = check_target(self.output_dir, self._file_names(), overwrite=overwrite)
+        self._owns_target = False
+        self._lock: int | None = None
+        check_target(self.output_dir, self._file_names(), overwrite=overwrite)
         self._made_dirs = _missing_parents(self.output_dir)
         self._staging = self.output_dir / STAGING_DIR
         try:
             self.output_dir.mkdir(parents=True, exist_ok=True)
+            self._lock = _lock_folder(self.output_dir)
+            self._owns_target = True
+            # Once more, as another run may have finished since; only now is any staging folder a killed run's.
+            self._replaced = check_target(self.output_dir, self._file_names(), overwrite=overwrite)
             shutil.rmtree(self._staging, ignore_errors=True)
             self._staging.mkdir()
             self._check_space()
@@ -122,15 +135,27 @@ class CheckpointWriter:
             _fsync(self.output_dir)
         except OSError as e:
             raise CheckpointError(f"cannot finish the export in {str(self.output_dir)!r}: {e.strerror or e}") from e
+        self._release()
 
     def abort(self) -> None:
-        """Removes what this writer made, and nothing else."""
+        """Removes what this writer made, and nothing else; does nothing once the export is finished."""
+        if not self._owns_target:
+            return
         shutil.rmtree(self._staging, ignore_errors=True)
         for folder in self._made_dirs:
             try:
                 folder.rmdir()
             except OSError:
                 break
+        self._release()
+
+    def _release(self) -> None:
+        self._owns_target = False
+        if self._lock is not None:
+            # Closing is not enough: a forked worker that is still alive shares the lock.
+            fcntl.flock(self._lock, fcntl.LOCK_UN)
+            os.close(self._lock)
+            self._lock = None
 
     def _file_names(self) -> set[str]:
         names = {shard.file for shard in self._layout.shards} | set(self._side_files) | {CONFIG_FILE, REPORT_FILE}
@@ -212,6 +237,42 @@ def check_target(output_dir: Path, new_files: set[str], *, overwrite: bool) -> s
             "or another --output_dir"
         )
     return old
+
+
+def _lock_folder(folder: Path) -> int | None:
+    """Locks a folder against other runs, also of this process, until its descriptor is unlocked or the process ends.
+
+    Returns:
+        The descriptor, or None where the system or the file system has no such locks.
+
+    Raises:
+        ConfigError: If another run has it.
+    """
+    if fcntl is None:
+        return None
+    busy = f"another run is writing to output_dir {str(folder)!r}; wait for it or choose another"
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as e:
+        os.close(descriptor)
+        raise ConfigError(busy) from e
+    except OSError:
+        # For example NFS, which locks only files that are open for writing.
+        os.close(descriptor)
+        return None
+    # A run that gave up may have removed the folder after it was opened here, and a third one made it again.
+    if not _is_open_at(descriptor, folder):
+        os.close(descriptor)
+        raise ConfigError(busy)
+    return descriptor
+
+
+def _is_open_at(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _missing_parents(folder: Path) -> list[Path]:

@@ -1,6 +1,7 @@
 """`auto-round [quantize] | eval | compare`: finds the command, runs it, makes errors one sentence and an exit code.
 
-Exit codes: 0 done, 1 the work failed, 2 the command line is wrong, 130 interrupted.
+Exit codes: 0 done, 1 the work failed, 2 the command line is wrong, 129 ended by SIGHUP, 130 interrupted, 143 ended by
+SIGTERM.
 """
 
 from __future__ import annotations
@@ -8,15 +9,34 @@ from __future__ import annotations
 import argparse
 import difflib
 import logging
+import os
+import signal
 import sys
+import threading
+import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from types import FrameType
 from typing import Any, NoReturn
 
 from autoround_fp8.errors import AutoRoundError, ConfigError
 from autoround_fp8.version import __version__
 
 COMMANDS = ("quantize", "eval", "compare")
+
+# Windows has no SIGHUP.
+ENDING_SIGNALS = tuple(signal.Signals[name] for name in ("SIGTERM", "SIGHUP") if name in signal.Signals.__members__)
+# Signals that follow each other this fast are one request: a closing terminal sends SIGHUP twice.
+REPEAT_SECONDS = 10.0
+
+
+class EndedBySignalError(KeyboardInterrupt):
+    """SIGTERM or SIGHUP came; a KeyboardInterrupt, so that libraries clean up as they do after Ctrl-C."""
+
+    def __init__(self, number: int):
+        super().__init__(signal.Signals(number).name)
+        self.number = number
 
 
 class Parser(argparse.ArgumentParser):
@@ -84,15 +104,57 @@ def main(argv: Sequence[str] | None = None, defaults: Sequence[str] = ()) -> int
     configure_logging(debug=getattr(args, "debug", False))
     run = {"quantize": quantize.run_quantize, "eval": evaluate.run_eval, "compare": evaluate.run_compare}[args.command]
     try:
-        return run(args)
+        with ending_signals_raised():
+            return run(args)
     except AutoRoundError as e:
         if getattr(args, "debug", False):
             raise
         print(f"auto-round: error: {e}", file=sys.stderr)
         return 2 if isinstance(e, ConfigError) else 1
+    except EndedBySignalError as e:
+        # After SIGHUP the terminal may be gone.
+        with suppress(OSError):
+            print(f"auto-round: interrupted by {e}", file=sys.stderr)
+        return 128 + e.number
     except KeyboardInterrupt:
         print("auto-round: interrupted; nothing was left in the target folder", file=sys.stderr)
         return 130
+
+
+@contextmanager
+def ending_signals_raised() -> Iterator[None]:
+    """Turns SIGTERM and SIGHUP into `EndedBySignalError` inside a `with`; outside the main thread it does nothing.
+
+    An ignored signal stays ignored, so that `nohup` works. Forked workers end by the signal as they would without this.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    owner, last, is_running = os.getpid(), -REPEAT_SECONDS, True
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal last
+        if os.getpid() != owner:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        now = time.monotonic()
+        # A second exception would break off the removal of files that the first one started.
+        if is_running and now - last >= REPEAT_SECONDS:
+            last = now
+            raise EndedBySignalError(number)
+
+    previous = {number: signal.getsignal(number) for number in ENDING_SIGNALS}
+    # None stands for a handler that was not set from Python and could not be restored.
+    taken = {number: old for number, old in previous.items() if old not in (signal.SIG_IGN, None)}
+    try:
+        for number in taken:
+            signal.signal(number, interrupt)
+        yield
+    finally:
+        is_running = False
+        for number, old in taken.items():
+            signal.signal(number, old)
 
 
 def configure_logging(*, debug: bool) -> None:

@@ -243,6 +243,12 @@ class _DocumentScore:
 
 def _check_same_family(reference: _Side, candidate: _Side) -> None:
     where = f"{reference.name!r} and {candidate.name!r}"
+    # Of the text models: a language model taken out of a composite is compared with the whole checkpoint.
+    types = [side.config.get_text_config(decoder=True).model_type for side in (reference, candidate)]
+    if types[0] != types[1]:
+        raise CheckpointError(
+            f"{where} cannot be compared: model_type is {types[0]!r} in one and {types[1]!r} in the other"
+        )
     vocabularies = [side.config.get_text_config(decoder=True).vocab_size for side in (reference, candidate)]
     if vocabularies[0] != vocabularies[1]:
         raise CheckpointError(

@@ -30,6 +30,7 @@ from autoround_fp8.inference.linear import WeightFP8ActFP8StaticQuantLinear
 from autoround_fp8.inference.slots import LinearSlot, linear_slots
 from autoround_fp8.kernels.base import Kernel, LinearProblem
 from autoround_fp8.kernels.table import choose_kernel
+from autoround_fp8.models.patches import refuse_saving
 from autoround_fp8.models.skeleton import Skeleton, build_skeleton, load_config, source_dtype
 from autoround_fp8.records import QuantizedLinear
 from autoround_fp8.schemes import QuantizationScheme
@@ -57,7 +58,7 @@ def load_quantized_model(
         trust_remote_code: Whether code from the folder may run.
 
     Returns:
-        The model in eval mode.
+        The model in eval mode. Its `save_pretrained` is refused: copy the folder instead.
 
     Raises:
         CheckpointError: If the checkpoint is not quantised, damaged, or its tensors do not agree with its config.
@@ -80,6 +81,7 @@ def load_quantized_model(
     _load_quantized_linears(skeleton, reader, checkpoint_format, parsed, (kernel, target))
     _fill_rest(skeleton, reader, target, f"checkpoint {str(folder)!r}")
     _set_generation_config(model, folder)
+    refuse_saving(model)
     return model
 
 
@@ -110,6 +112,8 @@ def load_model(
     skeleton.linearize()
     _fill_rest(skeleton, source, target, f"checkpoint {str(folder)!r}")
     _set_generation_config(skeleton.model, folder)
+    if skeleton.experts:
+        refuse_saving(skeleton.model)
     return skeleton.model
 
 
@@ -130,7 +134,7 @@ def assemble_quantized_model(
         device: Where the model shall be.
 
     Returns:
-        The model in eval mode, filled.
+        The model in eval mode, filled. Its `save_pretrained` is refused.
     """
     target = resolve_device(device)
     fill_computed_buffers(skeleton.model, target)
@@ -139,6 +143,7 @@ def assemble_quantized_model(
         if slot.fqn in layers:
             _swap_in(slot, layers[slot.fqn], schemes[slot.fqn], ("auto", target))
     _fill_rest(skeleton, source, target, "the model")
+    refuse_saving(skeleton.model)
     return skeleton.model
 
 

@@ -22,6 +22,8 @@ NEVER_QUANTIZED = re.compile(r"(^|\.)(router|gate|wg|shared_expert_gate|weights_
 # model_type -> why a model with these blocks is refused.
 REFUSED: dict[str, str] = {
     "gpt2": "its layers are Conv1D, not Linear, and no engine loads FP8 for them",
+    "step3p5": "each layer clamps the activation of its experts by its own limit",
+    "step3p7": "each layer clamps the activation of its experts by its own limit",
 }
 
 # Class of an experts module -> why it is refused: its forward or its weights are of no form that is known here.
@@ -30,7 +32,6 @@ REFUSED_EXPERTS: dict[str, str] = {
     "InklingSharedExperts": "shared experts are a second 3-D parameter beside the routed ones",
     "JetMoeParallelExperts": "attention is made of experts too, in a form of its own",
     "LongcatFlashExperts": "some experts are identities without weights",
-    "Step3p7Experts": "each layer clamps its activation by its own limit",
 }
 
 # Experts modules that are given every token times its routing score (0 if not routed), instead of ids and weights.

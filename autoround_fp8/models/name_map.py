@@ -6,6 +6,7 @@ slice of a fused tensor, so that nothing but the block at work has to be in memo
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,9 @@ from autoround_fp8.checkpoint.materialize import TensorPart
 from autoround_fp8.errors import CheckpointError, UnsupportedModelError
 from autoround_fp8.models.families import EXPERT_PROJECTIONS, FUSED_EXPERT_NAMES
 from autoround_fp8.models.linear_experts import FUSED_PARAMETERS, ExpertsLayout
+
+# Not str.isdigit, which is true of superscripts and other scripts' digits too.
+_EXPERT_NUMBER = re.compile(r"[0-9]{1,9}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,15 +151,16 @@ class _Builder:
         parts = target.rsplit(".", 3)  # <experts module>.<number>.<projection>.weight: what an export of ours has
         if pattern is not None or len(parts) != 4 or parts[0] not in self._layouts or parts[3] != "weight":
             return False
-        return parts[1].isdigit() and parts[2] in EXPERT_PROJECTIONS and self._add_single(name, parts[0])
+        is_expert = _EXPERT_NUMBER.fullmatch(parts[1]) is not None and parts[2] in EXPERT_PROJECTIONS
+        return is_expert and self._add_single(name, parts[0])
 
     def _add_single(self, name: str, module: str) -> bool:
-        path = name.removesuffix(".weight").split(".")
-        numbers = [int(part) for part in path if part.isdigit()]
-        projection = EXPERT_PROJECTIONS.get(path[-1])
-        if not name.endswith(".weight") or projection is None or not numbers:
+        number, _, leaf = name.removesuffix(".weight").rpartition(".")
+        number = number.rpartition(".")[2]
+        projection = EXPERT_PROJECTIONS.get(leaf)
+        if not name.endswith(".weight") or projection is None or not _EXPERT_NUMBER.fullmatch(number):
             raise UnsupportedModelError(f"tensor {name!r} is an expert's, but its name says not which part of it")
-        key = (numbers[-1], projection)
+        key = (int(number), projection)
         if key in self._names[module]:
             raise CheckpointError(
                 f"tensors '{self._names[module][key]}.weight' and {name!r} both belong to expert {key[0]} of {module!r}"

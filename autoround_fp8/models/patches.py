@@ -1,15 +1,17 @@
-"""The only place that changes what a transformers module does: forwards swapped on instances, always undone.
+"""The only place that changes what a transformers module does: on instances, never on a class, never on import.
 
-Nothing is patched on import, and no class is ever changed.
+Swapped forwards are always undone; a refused `save_pretrained` stays with the model it was put on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
+
+from autoround_fp8.errors import ConfigError
 
 
 @contextmanager
@@ -30,3 +32,20 @@ def swapped_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterat
                 module.__dict__.pop("forward", None)
             else:
                 module.__dict__["forward"] = previous
+
+
+def refuse_saving(model: nn.Module) -> None:
+    """Makes a model's `save_pretrained` raise a ConfigError.
+
+    transformers knows neither FP8 linears nor experts as Linears of their own: it would write files without an error
+    that nothing loads as the same model.
+    """
+    model.__dict__["save_pretrained"] = _refuse_to_save
+
+
+# A function of the module, no closure, so that the model can still be copied and pickled.
+def _refuse_to_save(*_args: Any, **_kwargs: Any) -> NoReturn:
+    raise ConfigError(
+        "save_pretrained of a model that autoround_fp8 loaded or quantised is not supported yet; copy its folder, or "
+        "use save_quantized of the AutoRound that made it"
+    )

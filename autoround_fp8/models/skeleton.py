@@ -17,10 +17,22 @@ from torch import nn
 
 from autoround_fp8.checkpoint.materialize import TensorPart
 from autoround_fp8.checkpoint.reader import read_json
-from autoround_fp8.errors import CheckpointError, ConfigError, UnsupportedModelError
+from autoround_fp8.errors import CheckpointError, ConfigError, UnsupportedModelError, cause_line
 from autoround_fp8.models.families import REFUSED
 from autoround_fp8.models.linear_experts import find_experts, linearize, linearized
 from autoround_fp8.models.name_map import ExpertsSource, map_names
+
+# What transformers raises, somewhere inside, on a config whose values do not make a model.
+_CONFIG_FAULTS = (
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    AssertionError,
+    RuntimeError,
+    ImportError,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,8 +140,14 @@ def load_config(folder: Path, *, trust_remote_code: bool = False) -> tuple[dict[
             config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
             if hasattr(config, "quantization_config"):
                 del config.quantization_config
-    except (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as e:
+        text_config = config.get_text_config(decoder=True)
+    except (*_CONFIG_FAULTS, StrictDataclassError) as e:
         raise CheckpointError(f"transformers cannot read {folder / 'config.json'}: {' '.join(str(e).split())}") from e
+    if not hasattr(text_config, "model_type"):  # plain JSON, which transformers took as it is
+        raise CheckpointError(
+            f"{folder / 'config.json'} has a nested config of the text model, which model_type {model_type!r} does not "
+            "have"
+        )
     return raw, config
 
 
@@ -166,10 +184,13 @@ def build_skeleton(
 
     Raises:
         UnsupportedModelError: If there is no causal LM class, no list of decoder blocks, or a parameter without tensor.
+        CheckpointError: If the config's values make no model, or a parameter has no tensor.
     """
     model = build_model(config, dtype, trust_remote_code=trust_remote_code)
+    # First, as its refusals say what is odd about a family; its list of blocks may be odd too.
+    layouts = find_experts(model)
     names = find_blocks(model, config)
-    mapped = map_names(model, tensor_names, find_experts(model))
+    mapped = map_names(model, tensor_names, layouts)
     return Skeleton(
         model=model,
         config=config,
@@ -185,15 +206,25 @@ def build_model(config: Any, dtype: torch.dtype, *, trust_remote_code: bool = Fa
 
     Raises:
         UnsupportedModelError: If there is none.
+        CheckpointError: If transformers cannot build it with the config's values.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
+    own_code = getattr(config, "auto_map", None) or {}
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not (
+        trust_remote_code and AutoModelForCausalLM.__name__ in own_code
+    ):
+        raise UnsupportedModelError(
+            f"there is no causal language model for model_type {config.model_type!r} in the installed transformers"
+        )
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
-    except ValueError as e:
-        reason = str(e).partition("\n")[0]  # what follows lists every model that transformers knows
-        raise UnsupportedModelError(f"no causal language model for model_type {config.model_type!r}: {reason}") from e
+    except _CONFIG_FAULTS as e:
+        raise CheckpointError(
+            f"transformers cannot build a model of model_type {config.model_type!r} with the values of its config: "
+            f"{cause_line(e)}"
+        ) from e
     model.eval()
     model.requires_grad_(False)
     return model
@@ -217,7 +248,7 @@ def find_blocks(model: Any, config: Any) -> tuple[str, ...]:
     if len(found) > 1 and hasattr(model, "get_decoder"):  # a vision tower may have as many layers
         inside = set(model.get_decoder().modules())
         found = [n for n in found if model.get_submodule(n) in inside]
-    if len(found) != 1:
+    if len(found) != 1 or not count:
         raise UnsupportedModelError(
             f"cannot tell the decoder blocks of model_type {config.model_type!r}: {len(found)} lists with "
             f"num_hidden_layers ({count}) layers{': ' + ', '.join(found) if found else ''}"

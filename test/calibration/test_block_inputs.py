@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import FAMILIES, tiny_model
+from tiny_moe_models import tiny_moe_model
 
 from autoround_fp8.calibration.block_inputs import capture_block_inputs, run_block
-from autoround_fp8.errors import UnsupportedModelError
+from autoround_fp8.errors import NumericsError, UnsupportedModelError
 from autoround_fp8.models.skeleton import find_blocks
 
 CPU = torch.device("cpu")
@@ -89,3 +90,65 @@ def _looped(inner: Any, ids: torch.Tensor) -> None:
     tables = inner.rotary_emb(hidden, torch.arange(ids.shape[1])[None])
     for _ in range(2):
         hidden = inner.layers[0](hidden, position_embeddings=tables, attention_mask=None)
+
+
+def test_a_block_that_cannot_run_is_named_with_the_cause() -> None:
+    model = tiny_moe_model("mixtral", num_experts_per_tok=9)
+    cause = r"decoder block 0 \(MixtralDecoderLayer\) cannot be run: RuntimeError: selected index k out of range"
+    with pytest.raises(UnsupportedModelError, match=cause):
+        capture(model, [torch.randint(4, 128, (1, 8))])
+
+
+def test_a_failure_in_front_of_the_blocks_says_so() -> None:
+    with pytest.raises(UnsupportedModelError, match="in front of its decoder blocks cannot be run: IndexError"):
+        capture(tiny_model("llama", dtype=torch.float32), [torch.tensor([[4, 9999]])])
+
+
+def test_a_failure_between_blocks_says_after_which() -> None:
+    model = tiny_model("llama", dtype=torch.float32)
+    inner = model.model
+
+    def forward(input_ids: torch.Tensor, **_kwargs: Any) -> None:
+        hidden = inner.embed_tokens(input_ids)
+        tables = inner.rotary_emb(hidden, torch.arange(input_ids.shape[1])[None])
+        inner.layers[0](hidden, position_embeddings=tables, attention_mask=None)
+        raise KeyError("cache")
+
+    inner.forward = forward
+    with pytest.raises(UnsupportedModelError, match=r"after decoder block 0 \(LlamaDecoderLayer\) .*KeyError: 'cache'"):
+        capture(model, [torch.randint(4, 128, (1, 8))])
+
+
+def failing_run(error: BaseException) -> None:
+    model = tiny_model("llama", dtype=torch.float32)
+    blocks, calls = capture(model, [torch.randint(4, 128, (1, 8))])
+
+    def forward(*_args: Any, **_kwargs: Any) -> None:
+        raise error
+
+    blocks[1].mlp.forward = forward
+    run_block(blocks[1], calls.inputs(0, 1), CPU)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no\nsecond line"), AssertionError("no"), ZeroDivisionError("no")])
+def test_run_block_names_the_block_and_the_cause(error: Exception) -> None:
+    expected = rf"^decoder block 1 \(LlamaDecoderLayer\) cannot be run: {type(error).__name__}: no$"
+    with pytest.raises(UnsupportedModelError, match=expected) as raised:
+        failing_run(error)
+    assert raised.value.__cause__ is error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        NumericsError("ours"),
+        KeyboardInterrupt(),
+        torch.OutOfMemoryError("CUDA out of memory"),
+        MemoryError(),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"),
+    ],
+)
+def test_our_errors_interrupts_and_lack_of_memory_pass_unchanged(error: BaseException) -> None:
+    with pytest.raises(type(error)) as raised:
+        failing_run(error)
+    assert raised.value is error

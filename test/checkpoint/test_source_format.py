@@ -7,6 +7,7 @@ D2, D4, D10, D11.
 from __future__ import annotations
 
 import json
+import logging
 import random
 from pathlib import Path
 from typing import Any
@@ -194,7 +195,7 @@ def test_entries_hide_scales_and_keep_the_rest():
     memory = InMemorySource(tensors)
     source = open_source(memory, config(), torch.bfloat16)
     assert isinstance(source, BlockFp8Source)
-    assert source.num_fp8_weights == 1
+    assert source.fp8_weights == (W,)
     entry = source.entries[W]
     assert (entry.dtype, entry.stored_dtype, entry.shape, entry.num_bytes) == ("BF16", "F8_E4M3", (8, 8), 128)
     assert entry.is_native_fp8
@@ -397,3 +398,29 @@ def test_an_unknown_tensor_is_named(tmp_path: Path):
     source = open_source(CheckpointReader(tmp_path), config(), torch.bfloat16)
     with pytest.raises(CheckpointError, match="'nothing' is missing"):
         source.read("nothing")
+
+
+@pytest.mark.parametrize("key", ["modules_to_not_convert", "ignored_layers"])
+@pytest.mark.parametrize("listed", ["model.layers.0.mlp.up_proj", "model.layers.0.mlp", "up_proj"])
+def test_an_fp8_layer_that_is_listed_as_plain_is_warned_of_once(
+    key: str, listed: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(logging.getLogger("autoround_fp8"), "propagate", True)
+    tensors = {W: codes(8, 8), SCALE: scales(1, 1)}
+    tensors |= {name.replace("layers.0", "layers.1"): tensor for name, tensor in tensors.items()}
+    source = open_source(InMemorySource(tensors), config(**{key: ["lm_head", listed, 3]}), torch.bfloat16)
+    assert isinstance(source, BlockFp8Source)
+    assert [r.getMessage() for r in caplog.records] == [
+        f"config.json lists {listed!r} in {key}, but tensor {W!r} is stored as FP8 with a scale; it is dequantised"
+    ]
+    assert source.read(W).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("listed", [None, "up_proj", ["lm_head", "proj", "model.layers.0.mlp.up", "model.layers.1"]])
+def test_lists_that_name_no_fp8_layer_are_silent(
+    listed: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(logging.getLogger("autoround_fp8"), "propagate", True)
+    source = InMemorySource({W: codes(8, 8), SCALE: scales(1, 1)})
+    open_source(source, config(modules_to_not_convert=listed), torch.bfloat16)
+    assert not caplog.records

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from autoround_fp8.checkpoint import writer as writer_module
 from autoround_fp8.checkpoint.layout import ExportLayout, PlannedTensor, plan_layout
 from autoround_fp8.checkpoint.reader import DTYPE_NAMES, CheckpointReader, InMemorySource
 from autoround_fp8.checkpoint.writer import STAGING_DIR, CheckpointWriter
@@ -305,3 +309,148 @@ def test_side_file_that_vanished_keeps_the_old_export(tmp_path: Path):
         writer.finish({}, {})
     writer.abort()
     assert snapshot(out) == before
+
+
+BUSY = r"another run is writing to output_dir '.*'; wait for it or choose another"
+
+
+def test_second_writer_is_refused_and_the_first_one_is_unharmed(tmp_path: Path):
+    out = tmp_path / "out"
+    tensors = some_tensors()
+    first = CheckpointWriter(out, plan(tensors), {})
+    for name, tensor in tensors.items():
+        first.write(name, tensor)
+        with pytest.raises(ConfigError, match=BUSY):
+            CheckpointWriter(out, plan({"a": torch.zeros(2)}), {})
+    first.finish({}, {})
+    assert torch.equal(load_file(out / "model.safetensors")["norm"], tensors["norm"])
+    export(out, overwrite=True, seed=2)
+
+
+@pytest.mark.parametrize("alias", ["link", "out/../out"])
+def test_lock_belongs_to_the_folder_and_not_to_its_name(tmp_path: Path, alias: str):
+    first = CheckpointWriter(tmp_path / "out", plan(some_tensors()), {})
+    (tmp_path / "link").symlink_to("out")
+    with pytest.raises(ConfigError, match=BUSY):
+        export(tmp_path / alias)
+    first.abort()
+    export(tmp_path / "out")
+
+
+def test_lock_ends_with_abort_and_leaves_no_file(tmp_path: Path):
+    for _ in range(2):
+        writer = CheckpointWriter(tmp_path, plan(some_tensors()), {})
+        assert [p.name for p in tmp_path.iterdir()] == [STAGING_DIR]
+        writer.abort()
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_lock_ends_when_the_writer_cannot_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", no_space)
+        with pytest.raises(CheckpointError, match="No space left"):
+            export(tmp_path)
+    export(tmp_path)
+
+
+def test_lock_is_not_kept_by_a_forked_worker(tmp_path: Path):
+    writer = CheckpointWriter(tmp_path, plan(some_tensors()), {})
+    read_end, write_end = os.pipe()
+    worker = os.fork()
+    if worker == 0:
+        os.close(write_end)
+        os.read(read_end, 1)  # until the parent closes its end
+        os._exit(0)
+    try:
+        writer.abort()
+        export(tmp_path)
+    finally:
+        os.close(write_end)
+        os.close(read_end)
+        os.waitpid(worker, 0)
+
+
+def test_abort_after_finish_does_not_touch_the_next_run(tmp_path: Path):
+    first = CheckpointWriter(tmp_path, plan({"a": torch.zeros(2)}), {})
+    first.write("a", torch.zeros(2))
+    first.finish({}, {})
+    second = CheckpointWriter(tmp_path, plan({"a": torch.ones(2)}), {}, overwrite=True)
+    first.abort()
+    second.write("a", torch.ones(2))
+    second.finish({}, {})
+    assert torch.equal(load_file(tmp_path / "model.safetensors")["a"], torch.ones(2))
+
+
+def test_export_that_another_run_finished_during_the_start_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    lock_folder = writer_module._lock_folder
+
+    def slow(folder: Path) -> int | None:
+        monkeypatch.setattr(writer_module, "_lock_folder", lock_folder)
+        export(folder, seed=1)
+        return lock_folder(folder)
+
+    monkeypatch.setattr(writer_module, "_lock_folder", slow)
+    with pytest.raises(ConfigError, match="already holds an export"):
+        export(tmp_path / "out", seed=2)
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"seed": 1}
+
+
+def test_folder_removed_and_made_again_during_the_start_counts_as_another_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    out = tmp_path / "out"
+    flock = fcntl.flock
+
+    def late(descriptor: int, operation: int) -> None:
+        out.rename(tmp_path / "gone")
+        out.mkdir()
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with pytest.raises(ConfigError, match=BUSY):
+        export(out)
+    assert list(out.iterdir()) == []
+
+
+def no_locks(*_: Any) -> None:
+    raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+
+
+def test_without_locks_of_the_file_system_the_export_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    export(tmp_path / "a")
+    monkeypatch.setattr(writer_module, "fcntl", None)
+    export(tmp_path / "b")
+    assert snapshot(tmp_path / "a") == snapshot(tmp_path / "b")
+
+
+HOLDER = """
+import sys
+from autoround_fp8.checkpoint.layout import PlannedTensor, plan_layout
+from autoround_fp8.checkpoint.writer import CheckpointWriter
+planned = [PlannedTensor(name="a", dtype="F32", shape=(2,), source=None)]
+writer = CheckpointWriter(sys.argv[1], plan_layout(planned, (), (), 10**9), {})
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_another_process_is_refused_until_this_one_is_killed(tmp_path: Path):
+    out = tmp_path / "out"
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(out)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as holder:
+        try:
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == "ready\n"
+            before = snapshot(out)
+            with pytest.raises(ConfigError, match=BUSY):
+                export(out)
+            assert snapshot(out) == before
+        finally:
+            holder.kill()
+    assert snapshot(out) == before
+    export(out)
+    assert set(snapshot(out)) == {"config.json", "model.safetensors", "quantization_report.json"}

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import errno
+import io
 import logging
+import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_models import save_tiny_model
 
+from autoround_fp8.checkpoint.writer import STAGING_DIR
 from autoround_fp8.cli import evaluate, main, quantize
 from autoround_fp8.errors import CheckpointError, ConfigError
 from autoround_fp8.version import __version__
@@ -228,3 +236,169 @@ def test_the_module_can_be_run() -> None:
         [sys.executable, "-m", "autoround_fp8", "--version"], capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stdout) == (0, f"autoround_fp8 {__version__}\n")
+
+
+ENDINGS = [(signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+
+
+def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 120
+    while not path.exists():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, f"{path} never appeared"
+        time.sleep(0.005)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), ENDINGS)
+def test_a_signal_ends_a_run_in_one_line_and_leaves_nothing(tmp_path: Path, number: signal.Signals, code: int) -> None:
+    # Deep enough to work for many seconds after the staging folder is there.
+    source = save_tiny_model(tmp_path / "source", "llama", num_hidden_layers=24)
+    out = tmp_path / "deep" / "out"
+    words = [str(source), "--output_dir", str(out), "--device", "cpu", "--nsamples", "512", "--seqlen", "128"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "autoround_fp8", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    ) as process:
+        try:
+            wait_for(out / STAGING_DIR, process)
+            process.send_signal(number)
+            stdout, stderr = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert (process.returncode, stdout) == (code, "")
+    assert stderr.splitlines()[-1] == f"auto-round: interrupted by {number.name}"
+    assert "Traceback" not in stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def raising(*numbers: signal.Signals) -> Any:
+    """A command that sends itself signals, and cleans up before it ends."""
+
+    def run(_args: Any) -> int:
+        try:
+            for number in numbers:
+                signal.raise_signal(number)
+        finally:
+            for number in numbers:
+                signal.raise_signal(number)
+            print("cleaned up", file=sys.stderr)
+        return 0
+
+    return run
+
+
+@pytest.fixture
+def unchanged_signals() -> Iterator[None]:
+    previous = [(number, signal.getsignal(number)) for number, _ in ENDINGS]
+    yield
+    for number, handler in previous:
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("unchanged_signals")
+@pytest.mark.parametrize(("number", "code"), ENDINGS)
+def test_further_signals_do_not_break_off_the_cleanup(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: signal.Signals, code: int
+) -> None:
+    monkeypatch.setattr(quantize, "run_quantize", raising(number, signal.SIGHUP, signal.SIGTERM))
+    assert exit_of("some/model") == code
+    assert capsys.readouterr().err == f"cleaned up\nauto-round: interrupted by {number.name}\n"
+
+
+@pytest.mark.usefixtures("unchanged_signals")
+def test_a_terminal_that_is_gone_changes_no_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def run(_args: Any) -> int:
+        monkeypatch.setattr(sys, "stderr", Gone())
+        signal.raise_signal(signal.SIGHUP)
+        return 0
+
+    monkeypatch.setattr(quantize, "run_quantize", run)
+    assert exit_of("some/model") == 129
+
+
+@pytest.mark.usefixtures("unchanged_signals")
+def test_a_signal_that_a_library_swallowed_can_be_sent_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(_args: Any) -> int:
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+        monkeypatch.setattr(main, "REPEAT_SECONDS", 0.0)
+        signal.raise_signal(signal.SIGTERM)
+        return 0
+
+    monkeypatch.setattr(quantize, "run_quantize", run)
+    assert exit_of("some/model") == 143
+    assert "interrupted by SIGTERM" in one_line(capsys)
+
+
+@pytest.mark.usefixtures("unchanged_signals")
+@pytest.mark.parametrize("error", [None, CheckpointError("bad"), KeyboardInterrupt(), ZeroDivisionError()])
+def test_signal_handlers_are_put_back(monkeypatch: pytest.MonkeyPatch, error: BaseException | None) -> None:
+    def own(*_: Any) -> None:
+        raise AssertionError
+
+    inside: list[Any] = []
+
+    def run(_args: Any) -> int:
+        inside.extend(signal.getsignal(number) for number, _ in ENDINGS)
+        if error is not None:
+            raise error
+        return 0
+
+    monkeypatch.setattr(quantize, "run_quantize", run)
+    signal.signal(signal.SIGTERM, own)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        main.main(["some/model"])
+    except ZeroDivisionError:
+        assert isinstance(error, ZeroDivisionError)
+    assert not {own, signal.SIG_DFL} & set(inside)
+    assert signal.getsignal(signal.SIGTERM) is own
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+
+
+@pytest.mark.usefixtures("unchanged_signals")
+def test_an_ignored_signal_stays_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As under nohup.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    monkeypatch.setattr(quantize, "run_quantize", raising(signal.SIGHUP))
+    assert exit_of("some/model") == 0
+
+
+def test_outside_the_main_thread_signals_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    inside: list[Any] = []
+    codes: list[int] = []
+
+    def run(_args: Any) -> int:
+        inside.extend(signal.getsignal(number) for number, _ in ENDINGS)
+        return 0
+
+    monkeypatch.setattr(quantize, "run_quantize", run)
+    before = [signal.getsignal(number) for number, _ in ENDINGS]
+    thread = threading.Thread(target=lambda: codes.append(main.main(["some/model"])))
+    thread.start()
+    thread.join()
+    assert (codes, inside) == ([0], before)
+
+
+def test_a_forked_worker_ends_by_the_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(_args: Any) -> int:
+        worker = os.fork()
+        if worker == 0:
+            try:
+                signal.raise_signal(signal.SIGTERM)
+            finally:
+                os._exit(7)  # only if the signal did not end it
+        return os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])
+
+    monkeypatch.setattr(quantize, "run_quantize", run)
+    assert exit_of("some/model") == -signal.SIGTERM

@@ -163,3 +163,9 @@ def test_bad_arguments(plain_checkpoint, fp8_checkpoint):
         compare_checkpoints(plain_checkpoint, plain_checkpoint, dtype="int3", **SIZE)
     with pytest.raises(ConfigError, match="kernel"):
         compare_checkpoints(plain_checkpoint, fp8_checkpoint, kernel="none_such", **SIZE)
+
+
+def test_another_model_type(plain_checkpoint, tmp_path):
+    other = save_tiny_model(tmp_path / "other", "llama")
+    with pytest.raises(CheckpointError, match="'qwen3' in one and 'llama' in the other"):
+        compare_checkpoints(plain_checkpoint, other, **SIZE)

@@ -13,9 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import VOCAB_SIZE, save_tiny_model, tiny_model
+from tiny_moe_models import save_tiny_moe_model
 from transformers import AutoModelForCausalLM
 
-from autoround_fp8 import WeightFP8ActFP8StaticQuantLinear, load_quantized_model
+from autoround_fp8 import AutoRound, WeightFP8ActFP8StaticQuantLinear, load_quantized_model
 from autoround_fp8.config import QuantizeConfig
 from autoround_fp8.errors import CheckpointError, ConfigError
 from autoround_fp8.inference.load import load_model
@@ -224,3 +225,23 @@ def test_nothing_is_left_to_train_and_nothing_on_meta(out: Path) -> None:
     model = load_quantized_model(out)
     assert not model.training
     assert not any(tensor.device.type == "meta" for tensor in [*model.parameters(), *model.buffers()])
+
+
+def test_a_loaded_model_cannot_be_saved_wrongly(out: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="copy its folder"):
+        load_quantized_model(out).save_pretrained(tmp_path / "saved")
+    experts = load_model(save_tiny_moe_model(tmp_path / "moe", "qwen3_moe"))
+    with pytest.raises(ConfigError, match="copy its folder"):
+        experts.save_pretrained(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+
+
+def test_a_plain_model_can_be_saved(tmp_path: Path) -> None:
+    load_model(save_tiny_model(tmp_path / "plain")).save_pretrained(tmp_path / "saved")
+    assert torch.equal(logits(load_model(tmp_path / "saved")), logits(load_model(tmp_path / "plain")))
+
+
+def test_a_model_quantised_in_memory_cannot_be_saved_wrongly(tmp_path: Path) -> None:
+    model, _ = AutoRound(tiny_model(), dataset=ROWS, nsamples=3, seqlen=16).quantize()
+    with pytest.raises(ConfigError, match="use save_quantized"):
+        model.save_pretrained(tmp_path / "saved")

@@ -311,3 +311,16 @@ def test_a_parameter_made_from_several_tensors_is_refused() -> None:
     model = model_of("qwen3_moe")
     with pytest.raises(UnsupportedModelError, match=r"'model\.layers\.0\.mlp\.experts\.\w+' is made from several"):
         map_names(model, names_of("qwen3_moe"), {})
+
+
+@pytest.mark.parametrize("number", ["³", "٣", "x3", "9" * 5000])
+def test_an_expert_whose_number_is_no_number_is_refused(number: str) -> None:
+    name = "model.layers.1.mlp.experts.3.up_proj.weight"
+    odd = name.replace("experts.3", f"experts.{number}")
+    with pytest.raises(UnsupportedModelError, match=f"tensor '{odd}' is an expert's, but its name says not"):
+        mapped("qwen3_moe", odd, without=(name,))
+
+
+def test_a_single_expert_of_an_odd_number_is_unused_beside_fused_ones() -> None:
+    odd = "model.layers.1.block_sparse_moe.experts.³.w1.weight"
+    assert mapped("granitemoe", odd).unused == (odd,)

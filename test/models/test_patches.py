@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+from tiny_models import tiny_model
 from torch import nn
 
-from autoround_fp8.models.patches import swapped_forwards
+from autoround_fp8.errors import ConfigError
+from autoround_fp8.models.patches import refuse_saving, swapped_forwards
 
 X = torch.ones(1, 2)
 
@@ -74,3 +79,14 @@ def test_forward_set_on_the_instance_before_comes_back():
     with swapped_forwards({layer: constant(7)}):
         assert layer(X)[0, 0] == 7
     assert layer.__dict__["forward"] is own
+
+
+def test_saving_is_refused_on_the_instance_and_its_copies_only(tmp_path: Path):
+    model = tiny_model()
+    refuse_saving(model)
+    for one in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with pytest.raises(ConfigError, match="copy its folder, or use save_quantized"):
+            one.save_pretrained(tmp_path / "no")
+    assert not (tmp_path / "no").exists()
+    tiny_model().save_pretrained(tmp_path / "other")
+    assert (tmp_path / "other" / "config.json").is_file()

@@ -10,15 +10,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import FAMILIES, VOCAB_SIZE, save_tiny_model, tiny_config
+from tiny_moe_models import tiny_moe_config
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from autoround_fp8.checkpoint.materialize import fill_computed_buffers, fill_module, require_filled, tie_filled
 from autoround_fp8.checkpoint.reader import CheckpointReader
 from autoround_fp8.errors import CheckpointError, ConfigError, UnsupportedModelError
+from autoround_fp8.models.families import REFUSED_EXPERTS
 from autoround_fp8.models.name_map import map_names
 from autoround_fp8.models.skeleton import (
     Skeleton,
+    build_model,
     build_skeleton,
     find_blocks,
     load_config,
@@ -208,8 +211,53 @@ def test_missing_config_and_bad_fields(tmp_path: Path):
 def test_model_that_is_no_causal_language_model(tmp_path: Path):
     write_config(tmp_path, model_type="vit")
     _, config = load_config(tmp_path)
-    with pytest.raises(UnsupportedModelError, match="no causal language model for model_type 'vit'"):
+    with pytest.raises(UnsupportedModelError, match="no causal language model for model_type 'vit'") as error:
         build_skeleton(config, [], torch.bfloat16)
+    assert "class" not in str(error.value)
+
+
+@pytest.mark.parametrize("model_type", ["step3p5", "step3p7"])
+def test_step3_is_refused_with_the_reason(tmp_path: Path, model_type: str):
+    write_config(tmp_path, model_type=model_type)
+    with pytest.raises(UnsupportedModelError, match=f"'{model_type}' is not supported: each layer clamps"):
+        load_config(tmp_path)
+
+
+def test_the_reason_of_refused_experts_comes_before_odd_blocks():
+    fields = {"hidden_size": 64, "ffn_hidden_size": 96, "expert_ffn_hidden_size": 48, "num_attention_heads": 4}
+    fields |= {"num_layers": 2, "num_hidden_layers": 4, "n_routed_experts": 8, "zero_expert_num": 2, "vocab_size": 128}
+    config = AutoConfig.for_model("longcat_flash", **fields)
+    with pytest.raises(UnsupportedModelError, match=REFUSED_EXPERTS["LongcatFlashExperts"]):
+        build_skeleton(config, [], torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("config", "cause"),
+    [
+        (tiny_moe_config("mixtral", num_local_experts=-1), r"'mixtral'.*RuntimeError: .*negative dimension -1"),
+        (tiny_config("qwen3", num_attention_heads=0), "'qwen3'.*ZeroDivisionError: "),
+        (tiny_config("qwen3", hidden_act="nope"), "'qwen3'.*KeyError: 'nope'"),
+        (tiny_config("qwen3", pad_token_id=1000), "'qwen3'.*AssertionError: Padding_idx"),
+        (tiny_config("qwen3", text_config={"a": 1}), "'qwen3'.*AttributeError: 'dict' object"),
+        (tiny_config("llama", rope_parameters={"rope_type": "default", "rope_theta": None}), "'llama'.*TypeError: "),
+    ],
+)
+def test_values_that_make_no_model_are_one_sentence(config: Any, cause: str):
+    with pytest.raises(CheckpointError, match=rf"^transformers cannot build a model of model_type {cause}") as error:
+        build_model(config, torch.bfloat16)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("text_config", [{"quantization_config": {}}, [], "x"])
+def test_a_text_config_that_the_type_does_not_have_is_refused(tmp_path: Path, text_config: Any):
+    write_config(tmp_path, **tiny_config("qwen3").to_dict(), text_config=text_config)
+    with pytest.raises(CheckpointError, match="nested config of the text model, which model_type 'qwen3' does not"):
+        load_config(tmp_path)
+
+
+def test_a_model_without_layers_is_refused():
+    with pytest.raises(UnsupportedModelError, match=r"num_hidden_layers \(0\)"):
+        build_skeleton(tiny_config("qwen3", num_hidden_layers=0), [], torch.bfloat16)
 
 
 def test_blocks_that_cannot_be_told_are_refused():
