@@ -45,6 +45,8 @@ class AutoRound:
         ignore_layers: Layers that stay in 16 bit: a comma list or a sequence of names and patterns.
         format: Checkpoint format that `quantize_and_save` and `save_quantized` write by default.
         enable_quanted_input: Whether each block is fed by the quantised blocks before it.
+        algorithm: How weights are rounded: "rtn", "mse" or "gptq".
+        act_headroom: Factor on every observed input range.
         moe_input_scale: "shared" = all experts of a layer share one input scale per projection; "per_expert".
         unseen_experts: "max" = an expert without calibration tokens gets the layer's largest input range; "error".
         trust_remote_code: Whether code from the model's folder may run.
@@ -71,6 +73,8 @@ class AutoRound:
         ignore_layers: str | Sequence[str] = (),
         format: str = "fp8_static",
         enable_quanted_input: bool = False,
+        algorithm: str = "rtn",
+        act_headroom: float = 1.0,
         moe_input_scale: str = "shared",
         unseen_experts: str = "max",
         trust_remote_code: bool = False,
@@ -88,6 +92,8 @@ class AutoRound:
             seed=seed,
             format=get_format(format).name,
             enable_quanted_input=enable_quanted_input,
+            algorithm=algorithm,
+            act_headroom=act_headroom,
             moe_input_scale=moe_input_scale,
             unseen_experts=unseen_experts,
             trust_remote_code=trust_remote_code,

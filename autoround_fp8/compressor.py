@@ -18,6 +18,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from autoround_fp8.block_quantizer import BlockQuantizer, BlockStatistics
 from autoround_fp8.calibration.block_inputs import CapturedCalls, capture_block_inputs, run_block
 from autoround_fp8.checkpoint.materialize import (
     fill_computed_buffers,
@@ -28,16 +29,13 @@ from autoround_fp8.checkpoint.materialize import (
 )
 from autoround_fp8.checkpoint.reader import TensorSource
 from autoround_fp8.device import peak_memory_bytes, release_memory
-from autoround_fp8.errors import NumericsError
 from autoround_fp8.kernels.reference import reference_linear
 from autoround_fp8.layer_plan import LinearPlan
 from autoround_fp8.models.patches import swapped_forwards
-from autoround_fp8.nn.observers import AbsMaxObserver, InputRange
-from autoround_fp8.numerics.fp8 import amax_to_scale, dequantize_fp8, sqnr_db
+from autoround_fp8.nn.observers import AbsMaxObserver
+from autoround_fp8.nn.second_moments import SecondMoments
 from autoround_fp8.plan import QuantizationPlan
-from autoround_fp8.records import BlockReport, LayerReport, QuantizedLinear
-from autoround_fp8.tuning.input_ranges import input_amax
-from autoround_fp8.tuning.rtn import quantize_weight
+from autoround_fp8.records import BlockReport, QuantizedLinear
 
 logger = logging.getLogger(__name__)
 
@@ -66,8 +64,7 @@ class BlockwiseCompressor:
         batches: Calibration token ids, each `[batch, tokens]`, without padding.
         device: Where the blocks run.
         quantized_inputs: Whether a block is fed by the quantised blocks before it instead of the original ones.
-        unseen_experts: "max": an expert that no token reached gets the largest input range among the layer's experts;
-            "error": it stops the run.
+        quantizer: How the layers of a block are quantised; by default rounded to nearest.
     """
 
     def __init__(
@@ -78,14 +75,14 @@ class BlockwiseCompressor:
         *,
         device: torch.device,
         quantized_inputs: bool = False,
-        unseen_experts: str = "max",
+        quantizer: BlockQuantizer | None = None,
     ):
         self._plan = plan
         self._source = source
         self._batches = batches
         self._device = device
         self._quantized_inputs = quantized_inputs
-        self._unseen_experts = unseen_experts
+        self._quantizer = quantizer or BlockQuantizer()
 
     @torch.no_grad()
     def run(self, sink: LinearSink, on_block: Callable[[BlockReport], None] = lambda report: None) -> CompressionResult:
@@ -107,9 +104,18 @@ class BlockwiseCompressor:
             block = skeleton.model.get_submodule(name)
             linears = [linear for linear in self._plan.blocks[index] if linear.scheme.is_quantized]
             with self._filled(block, name):
-                ranges, outputs = self._observe(block, linears, calls, index)
-                expert_tokens = self._check_experts(linears, ranges)
-                quantized, layer_reports = self._quantize(linears, ranges, sink)
+                # Also experts that stay in 16 bit: how many tokens they saw is part of the report.
+                watched = dict.fromkeys(name for linear in linears for name in (linear.module, *linear.siblings))
+                modules = {name: skeleton.model.get_submodule(name) for name in watched}
+                statistics, outputs = self._observe(block, linears, modules, calls, index)
+                expert_tokens = self._quantizer.check_experts(linears, statistics.ranges)
+                quantized, layer_reports = {}, []
+                for layer, layer_report in self._quantizer.quantize(linears, modules, statistics):
+                    sink.put(layer)
+                    layer_reports.append(layer_report)
+                    if self._quantized_inputs:
+                        quantized[layer.fqn] = layer
+                del statistics
                 if self._quantized_inputs:
                     outputs = self._run_quantized(block, linears, quantized, calls, index)
             calls.hidden_states = outputs
@@ -120,7 +126,7 @@ class BlockwiseCompressor:
                 fqn=name,
                 seconds=time.perf_counter() - started,
                 peak_memory_bytes=peak_memory_bytes(),
-                layers=layer_reports,
+                layers=tuple(layer_reports),
                 expert_tokens=expert_tokens,
             )
             reports.append(report)
@@ -168,70 +174,18 @@ class BlockwiseCompressor:
                 release_module(block)
 
     def _observe(
-        self, block: nn.Module, linears: Sequence[LinearPlan], calls: CapturedCalls, index: int
-    ) -> tuple[dict[str, InputRange], list[torch.Tensor]]:
-        observer = AbsMaxObserver()
-        model = self._plan.skeleton.model
-        # Also experts that stay in 16 bit: how many tokens they saw is part of the report.
-        watched = dict.fromkeys(name for linear in linears for name in (linear.module, *linear.siblings))
-        with observer.attached({name: model.get_submodule(name) for name in watched}):
+        self,
+        block: nn.Module,
+        linears: Sequence[LinearPlan],
+        modules: Mapping[str, nn.Module],
+        calls: CapturedCalls,
+        index: int,
+    ) -> tuple[BlockStatistics, list[torch.Tensor]]:
+        observer, moments = AbsMaxObserver(), SecondMoments()
+        with_moments = {name: modules[name] for name in self._quantizer.modules_with_moments(linears)}
+        with observer.attached(modules), moments.attached(with_moments):
             outputs = [run_block(block, calls.inputs(b, index), self._device) for b in range(len(calls.calls))]
-        return observer.ranges, outputs
-
-    def _check_experts(self, linears: Sequence[LinearPlan], ranges: Mapping[str, InputRange]) -> dict[str, list[int]]:
-        """Tokens that each expert of the block saw; experts without any are reported, or refused if so asked."""
-        counts: dict[str, list[int]] = {}
-        for linear in linears:
-            if linear.experts and linear.experts not in counts:
-                tokens = [ranges.get(name, InputRange()).num_tokens for name in linear.siblings]
-                counts[linear.experts] = tokens
-                unseen = [expert for expert, count in enumerate(tokens) if count == 0]
-                if unseen and len(unseen) < len(tokens):
-                    text = f"{linear.experts}: {len(unseen)} of {len(tokens)} experts saw no calibration token"
-                    if self._unseen_experts == "error":
-                        raise NumericsError(f"{text}, first expert {unseen[0]}; use more or other data")
-                    logger.warning("%s; they get the largest input range of the layer's other experts", text)
-        return counts
-
-    def _quantize(
-        self, linears: Sequence[LinearPlan], ranges: Mapping[str, InputRange], sink: LinearSink
-    ) -> tuple[dict[str, QuantizedLinear], tuple[LayerReport, ...]]:
-        """Hands every layer to the sink; keeps them only if the block has to be run with them."""
-        kept, reports = {}, []
-        weights = {linear.fqn: self._weight_of(linear) for linear in linears}
-        for linear in linears:
-            seen = ranges.get(linear.module, InputRange())
-            amax, source = input_amax(linear.fqn, linear.module, linear.group, linear.siblings, ranges)
-            weight = weights[linear.fqn]
-            codes, weight_scale = quantize_weight(weight, linear.scheme, [weights[name] for name in linear.fused])
-            input_scale = amax_to_scale(torch.tensor([amax]))
-            bias = self._plan.skeleton.model.get_submodule(linear.module).bias
-            layer = QuantizedLinear(
-                fqn=linear.fqn,
-                weight=codes.cpu(),
-                weight_scale=weight_scale.cpu(),
-                input_scale=input_scale,
-                bias=None if bias is None else bias.detach().cpu(),
-            )
-            sink.put(layer)
-            if self._quantized_inputs:
-                kept[linear.fqn] = layer
-            reports.append(
-                LayerReport(
-                    fqn=linear.fqn,
-                    shape=linear.shape,
-                    weight_sqnr_db=sqnr_db(weight, dequantize_fp8(codes, weight_scale)),
-                    input_amax=seen.amax,
-                    input_scale=float(input_scale),
-                    num_tokens=seen.num_tokens,
-                    source=source,
-                )
-            )
-        return kept, tuple(reports)
-
-    def _weight_of(self, linear: LinearPlan) -> torch.Tensor:
-        weight: torch.Tensor = self._plan.skeleton.model.get_submodule(linear.module).weight
-        return weight if linear.rows is None else weight[slice(*linear.rows)]
+        return BlockStatistics(ranges=observer.ranges, moments=moments), outputs
 
     def _run_quantized(
         self,

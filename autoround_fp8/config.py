@@ -10,7 +10,7 @@ from typing import Any
 from autoround_fp8.errors import ConfigError
 from autoround_fp8.schemes import QuantizationScheme
 
-ALGORITHMS = ("rtn",)
+ALGORITHMS = ("rtn", "mse", "gptq")
 MOE_INPUT_SCALES = ("shared", "per_expert")
 UNSEEN_EXPERTS = ("max", "error")
 CALIBRATION_DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -32,6 +32,7 @@ class QuantizeConfig:
         iters: Steps of gradient tuning; 0, the only value so far, rounds to nearest.
         algorithm: How weights are rounded.
         enable_quanted_input: Whether each block is fed by the quantised blocks before it, not by the original ones.
+        act_headroom: Factor on every observed input range, at least 1; powers of two cost next to nothing.
         moe_input_scale: "shared": all experts of a layer share one input scale per projection; "per_expert": own ones.
         unseen_experts: "max": an expert without calibration tokens gets the layer's largest input range; "error": stop.
         device: Device word: cpu, cuda, a GPU number, auto.
@@ -53,6 +54,7 @@ class QuantizeConfig:
     iters: int = 0
     algorithm: str = "rtn"
     enable_quanted_input: bool = False
+    act_headroom: float = 1.0
     moe_input_scale: str = "shared"
     unseen_experts: str = "max"
     device: str | int = "auto"
@@ -71,6 +73,9 @@ class QuantizeConfig:
             raise ConfigError(
                 f"iters ({self.iters!r}) must be 0: this version rounds to nearest and does not tune by gradient"
             )
+        headroom = self.act_headroom
+        if not isinstance(headroom, (int, float)) or isinstance(headroom, bool) or not 1.0 <= headroom <= 64.0:
+            raise ConfigError(f"act_headroom ({headroom!r}) must be a number from 1 to 64")
         choices = {
             "algorithm": ALGORITHMS,
             "moe_input_scale": MOE_INPUT_SCALES,

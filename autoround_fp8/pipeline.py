@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from autoround_fp8 import version
+from autoround_fp8.block_quantizer import BlockQuantizer
 from autoround_fp8.calibration.dataset import CalibrationData, load_calibration_data, make_batches
 from autoround_fp8.checkpoint.locate import check_output_location, locate_checkpoint
 from autoround_fp8.checkpoint.reader import CheckpointReader, InMemorySource, TensorSource
@@ -184,7 +185,11 @@ def compress(
         make_batches(run.data.samples, run.config.batch_size),
         device=run.device,
         quantized_inputs=run.config.enable_quanted_input,
-        unseen_experts=run.config.unseen_experts,
+        quantizer=BlockQuantizer(
+            run.config.algorithm,
+            act_headroom=run.config.act_headroom,
+            unseen_experts=run.config.unseen_experts,
+        ),
     )
     return compressor.run(sink, on_block)
 

@@ -59,6 +59,7 @@ class LayerReport:
         input_scale: The exported input scale.
         num_tokens: Calibration tokens that reached the layer.
         source: Where the input range came from (`tuning/input_ranges.py`).
+        algorithm: What its weight was quantised by: the one asked for, or what it fell back to.
     """
 
     fqn: str
@@ -68,6 +69,7 @@ class LayerReport:
     input_scale: float
     num_tokens: int
     source: str = "observed"
+    algorithm: str = "rtn"
 
 
 @dataclass(frozen=True, kw_only=True)

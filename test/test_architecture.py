@@ -24,6 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("autoround", "evaluation"),
     ("pipeline",),
     ("compressor", "export", "inference"),
+    ("block_quantizer",),
     ("plan",),
     ("layer_plan",),
     ("calibration", "tuning", "formats"),

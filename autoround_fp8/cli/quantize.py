@@ -68,7 +68,8 @@ def add_quantize_parser(subparsers: Any) -> None:
     group.add_argument("--ignore_layers", "--fp_layers", default="", help="layers that stay in 16 bit, comma list")
     group = parser.add_argument_group("tuning")
     group.add_argument("--iters", "--iter", type=int, default=0, help="0 = round to nearest, the only value so far")
-    group.add_argument("--algorithm", default="rtn", help="rtn (default)")
+    group.add_argument("--algorithm", default="rtn", help="rtn (default), mse, gptq")
+    group.add_argument("--act_headroom", type=float, default=1.0, help="factor on every input range (1)")
     group.add_argument("--moe_input_scale", default="shared", help="one for a layer's experts (shared), or per_expert")
     group.add_argument("--unseen_experts", default="max", help="experts without tokens: the layer's max, or error")
     switch = group.add_mutually_exclusive_group()
@@ -123,6 +124,7 @@ def config_from_args(args: argparse.Namespace) -> QuantizeConfig:
         iters=args.iters,
         algorithm=args.algorithm,
         enable_quanted_input=args.enable_quanted_input,
+        act_headroom=args.act_headroom,
         moe_input_scale=args.moe_input_scale,
         unseen_experts=args.unseen_experts,
         device=args.device,

@@ -1,4 +1,4 @@
-"""Round to nearest: the scale from the largest absolute weight, each weight to the nearest code."""
+"""Round to nearest: the scale from the largest absolute weight."""
 
 from __future__ import annotations
 
@@ -6,15 +6,13 @@ from collections.abc import Sequence
 
 import torch
 
-from autoround_fp8.numerics.fp8 import amax_to_scale, quantize_fp8
+from autoround_fp8.numerics.fp8 import amax_to_scale
 from autoround_fp8.numerics.granularity import PER_TENSOR, weight_amax
 from autoround_fp8.schemes import QuantizationScheme
 
 
-def quantize_weight(
-    weight: torch.Tensor, scheme: QuantizationScheme, fused: Sequence[torch.Tensor] = ()
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantises one weight.
+def absmax_scale(weight: torch.Tensor, scheme: QuantizationScheme, fused: Sequence[torch.Tensor] = ()) -> torch.Tensor:
+    """The smallest scale with which no weight saturates.
 
     Args:
         weight: `[out, in]`, finite, any float dtype of 16 bits or more.
@@ -23,11 +21,10 @@ def quantize_weight(
             since engines would round to the largest one again.
 
     Returns:
-        Codes `[out, in]` float8_e4m3fn, and scales `[out, 1]` or `[1]` float32.
+        Float32 `[out, 1]` or `[1]`.
     """
     amax = weight_amax(weight, scheme.group_size)
     if scheme.group_size == PER_TENSOR:
         for other in fused:
             amax = torch.maximum(amax, weight_amax(other, PER_TENSOR))
-    scale = amax_to_scale(amax)
-    return quantize_fp8(weight, scale), scale
+    return amax_to_scale(amax)

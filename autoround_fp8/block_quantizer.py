@@ -1,0 +1,168 @@
+"""Codes and scales of the layers of one block, by the chosen algorithm, with an explicit fallback for each.
+
+Read `compressor.py` for where the weights, the input ranges and the second moments come from.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from autoround_fp8.errors import NumericsError
+from autoround_fp8.layer_plan import LinearPlan
+from autoround_fp8.nn.observers import InputRange
+from autoround_fp8.nn.second_moments import SecondMoments
+from autoround_fp8.numerics.fp8 import amax_to_scale, dequantize_fp8, quantize_fp8, sqnr_db
+from autoround_fp8.records import LayerReport, QuantizedLinear
+from autoround_fp8.tuning.error_compensation import CompensationFactor, compensate, factorise
+from autoround_fp8.tuning.input_ranges import input_amax
+from autoround_fp8.tuning.rtn import absmax_scale
+from autoround_fp8.tuning.scale_search import search_scale
+
+logger = logging.getLogger(__name__)
+
+# Second moments of experts may take this much, or half of the block in 16 bit.
+_FREE_EXPERT_BYTES = 128 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockStatistics:
+    """What calibration has seen of a block's layers.
+
+    Attributes:
+        ranges: Module -> input range.
+        moments: Second moments of the inputs, of those layers whose algorithm needs them.
+    """
+
+    ranges: Mapping[str, InputRange]
+    moments: SecondMoments
+
+
+class BlockQuantizer:
+    """Quantises the layers of a block.
+
+    Args:
+        algorithm: "rtn": scale from the largest weight, nearest codes; "mse": scale of least squared error; "gptq": the
+            same, weighted by the inputs, and error compensation; "mse" takes over for a layer that saw too few tokens.
+        act_headroom: Factor on every input range: what the range of an input may grow by before it saturates.
+        unseen_experts: "max" or "error", see `QuantizeConfig`.
+    """
+
+    def __init__(self, algorithm: str = "rtn", *, act_headroom: float = 1.0, unseen_experts: str = "max"):
+        self._algorithm = algorithm
+        self._act_headroom = act_headroom
+        self._unseen_experts = unseen_experts
+
+    def modules_with_moments(self, linears: Sequence[LinearPlan]) -> list[str]:
+        """Modules whose inputs' second moments are needed; experts only if those of all of them are small enough."""
+        if self._algorithm != "gptq":
+            return []
+        features = {linear.module: linear.shape[1] for linear in linears}
+        expert_modules = {linear.module for linear in linears if linear.experts}
+        needed = sum(4 * features[name] ** 2 for name in expert_modules)
+        weights = sum(2 * linear.shape[0] * linear.shape[1] for linear in linears)
+        if needed > max(weights // 2, _FREE_EXPERT_BYTES):
+            logger.info("second moments of %d experts' inputs would take %d MB: mse", len(expert_modules), needed >> 20)
+            return [name for name in features if name not in expert_modules]
+        return list(features)
+
+    def check_experts(self, linears: Sequence[LinearPlan], ranges: Mapping[str, InputRange]) -> dict[str, list[int]]:
+        """Tokens that each expert of the block saw; experts without any are reported, or refused if so asked.
+
+        Raises:
+            NumericsError: If an expert saw none and that is to stop the run.
+        """
+        counts: dict[str, list[int]] = {}
+        for linear in linears:
+            if linear.experts and linear.experts not in counts:
+                tokens = [ranges.get(name, InputRange()).num_tokens for name in linear.siblings]
+                counts[linear.experts] = tokens
+                unseen = [expert for expert, count in enumerate(tokens) if count == 0]
+                if unseen and len(unseen) < len(tokens):
+                    text = f"{linear.experts}: {len(unseen)} of {len(tokens)} experts saw no calibration token"
+                    if self._unseen_experts == "error":
+                        raise NumericsError(f"{text}, first expert {unseen[0]}; use more or other data")
+                    logger.warning("%s; they get the largest input range of the layer's other experts", text)
+        return counts
+
+    def quantize(
+        self, linears: Sequence[LinearPlan], modules: Mapping[str, torch.nn.Module], statistics: BlockStatistics
+    ) -> Iterator[tuple[QuantizedLinear, LayerReport]]:
+        """Yields each layer with its report; layers that share an input come one after the other.
+
+        Args:
+            linears: The layers.
+            modules: Module name -> Linear with its weight.
+            statistics: What calibration saw.
+
+        Raises:
+            NumericsError: If no token reached a layer.
+        """
+        weights = {linear.fqn: _weight_of(linear, modules[linear.module]) for linear in linears}
+        for group in _by_input(linears, statistics.moments):
+            factor = self._factor(group[0], statistics.moments)
+            algorithm = "gptq" if factor is not None else "rtn" if self._algorithm == "rtn" else "mse"
+            scales = [self._scale(linear, weights, algorithm, factor) for linear in group]
+            own = [weights[linear.fqn] for linear in group]
+            if factor is None:
+                codes = [quantize_fp8(weight, scale) for weight, scale in zip(own, scales, strict=True)]
+            else:
+                rows = [weight.shape[0] for weight in own]
+                by_row = [scale.reshape(-1, 1).expand(n, 1) for scale, n in zip(scales, rows, strict=True)]
+                codes = list(compensate(torch.cat(own), torch.cat(by_row), factor).split(rows))
+            for linear, weight, code, scale in zip(group, own, codes, scales, strict=True):
+                bias = modules[linear.module].bias
+                amax, source = input_amax(linear.fqn, linear.module, linear.group, linear.siblings, statistics.ranges)
+                layer = QuantizedLinear(
+                    fqn=linear.fqn,
+                    weight=code.cpu(),
+                    weight_scale=scale.cpu(),
+                    input_scale=amax_to_scale(torch.tensor([amax * self._act_headroom])),
+                    bias=bias.detach().cpu() if isinstance(bias, torch.Tensor) else None,
+                )
+                seen = statistics.ranges.get(linear.module, InputRange())
+                yield (
+                    layer,
+                    LayerReport(
+                        fqn=linear.fqn,
+                        shape=linear.shape,
+                        weight_sqnr_db=sqnr_db(weight, dequantize_fp8(code, scale)),
+                        input_amax=seen.amax,
+                        input_scale=float(layer.input_scale),
+                        num_tokens=seen.num_tokens,
+                        source=source,
+                        algorithm=algorithm,
+                    ),
+                )
+
+    def _factor(self, linear: LinearPlan, moments: SecondMoments) -> CompensationFactor | None:
+        moment = moments.get(linear.module) if self._algorithm == "gptq" else None
+        return factorise(moment.matrix()) if moment is not None and moment.is_full_rank else None
+
+    def _scale(
+        self,
+        linear: LinearPlan,
+        weights: Mapping[str, torch.Tensor],
+        algorithm: str,
+        factor: CompensationFactor | None,
+    ) -> torch.Tensor:
+        weight, fused = weights[linear.fqn], [weights[name] for name in linear.fused]
+        if algorithm == "rtn":
+            return absmax_scale(weight, linear.scheme, fused)
+        return search_scale(weight, linear.scheme, None if factor is None else factor.column_weights, fused)
+
+
+def _weight_of(linear: LinearPlan, module: torch.nn.Module) -> torch.Tensor:
+    weight = module.weight
+    assert isinstance(weight, torch.Tensor)
+    return weight.detach() if linear.rows is None else weight.detach()[slice(*linear.rows)]
+
+
+def _by_input(linears: Sequence[LinearPlan], moments: SecondMoments) -> list[list[LinearPlan]]:
+    groups: dict[str, list[LinearPlan]] = {}
+    for linear in linears:
+        groups.setdefault(moments.owner(linear.module) or linear.fqn, []).append(linear)
+    return list(groups.values())

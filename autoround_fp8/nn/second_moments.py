@@ -1,0 +1,100 @@
+"""Sums of products of layer inputs, `X^T X`: what error compensation needs to know of the calibration data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class SecondMoment:
+    """`sum over tokens of x^T x` of one input, float32 `[in, in]`.
+
+    The first tokens are kept as they are: an input that sees fewer tokens than it has features never costs a matrix.
+
+    Args:
+        num_features: Size of the last input dimension.
+    """
+
+    def __init__(self, num_features: int):
+        self.num_features = num_features
+        self.num_tokens = 0
+        self._rows: list[torch.Tensor] = []
+        self._total: torch.Tensor | None = None
+
+    @property
+    def is_full_rank(self) -> bool:
+        """Whether there were at least as many tokens as features."""
+        return self.num_tokens >= self.num_features
+
+    def add(self, x: torch.Tensor) -> None:
+        """Takes inputs `[..., in]` into account; none changes nothing."""
+        rows = x.detach().reshape(-1, x.shape[-1])
+        self.num_tokens += rows.shape[0]
+        if self._total is None and self.is_full_rank:
+            self._total = torch.zeros(self.num_features, self.num_features, device=rows.device)
+            for kept in self._rows:
+                self._total.addmm_(kept.t(), kept)
+            self._rows = []
+        rows = rows.float()
+        if self._total is None:
+            self._rows.append(rows.clone())
+        else:
+            self._total.addmm_(rows.t(), rows)
+
+    def matrix(self) -> torch.Tensor:
+        """The sum, float32 `[in, in]`; only for an input of full rank."""
+        assert self._total is not None, "fewer tokens than features"
+        return self._total
+
+
+class SecondMoments:
+    """Collects the second moments of several layers; layers that are given the same tensor share one."""
+
+    def __init__(self) -> None:
+        self._moments: dict[str, SecondMoment] = {}
+        self._owners: dict[str, str] = {}
+        self._last: tuple[torch.Tensor, str] | None = None
+
+    def owner(self, name: str) -> str | None:
+        """Name of the layer under whose name the moment of `name` is kept; None for a layer without any token."""
+        return self._owners.get(name)
+
+    def get(self, name: str) -> SecondMoment | None:
+        """The moment of a layer's input, None if no token reached it."""
+        owner = self._owners.get(name)
+        return None if owner is None else self._moments[owner]
+
+    def observe(self, name: str, x: torch.Tensor) -> None:
+        """Takes one input `[..., in]` of the layer `name` into account."""
+        if x.numel() == 0:
+            return
+        if self._last is not None and self._last[0] is x and self._owners.get(name, self._last[1]) == self._last[1]:
+            self._owners[name] = self._last[1]
+            return
+        if self._owners.setdefault(name, name) != name:
+            raise RuntimeError(f"{name!r} shares its input with {self._owners[name]!r} in some calls only")
+        self._moments.setdefault(name, SecondMoment(x.shape[-1])).add(x)
+        self._last = (x, name)
+
+    @contextmanager
+    def attached(self, modules: Mapping[str, nn.Module]) -> Iterator[None]:
+        """Observes the given layers for the duration of the context."""
+        handles = [
+            module.register_forward_pre_hook(self._hook(name), with_kwargs=True) for name, module in modules.items()
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            self._last = None
+
+    def _hook(self, name: str) -> Any:
+        def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self.observe(name, args[0] if args else kwargs["input"])
+
+        return hook

@@ -1,0 +1,86 @@
+"""Error compensation: rounds a weight column by column, and lets later columns make up for the error of earlier ones.
+
+The method is GPTQ's (Frantar et al., 2022, arXiv:2210.17323), with columns in the order of their inputs' size. What
+matters of the calibration data is the second moment of the layer's input; layers with one input share its factor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from autoround_fp8.numerics.fp8 import FP8_DTYPE, FP8_MAX
+
+# Columns rounded before their errors are taken to the rest in one product.
+_BLOCK = 128
+# Of the mean of the diagonal: what is added to it, so that the factor exists.
+_DAMPING = 0.01
+_MAX_DAMPING = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompensationFactor:
+    """How an error in one column is made up for in later ones.
+
+    Attributes:
+        order: Columns in the order they are rounded, `[in]`.
+        upper: Upper Cholesky factor of the inverse second moment in that order, float32 `[in, in]`.
+        column_weights: Diagonal of the second moment in the original order, float32 `[in]`, mean 1.
+    """
+
+    order: torch.Tensor
+    upper: torch.Tensor
+    column_weights: torch.Tensor
+
+
+def factorise(moment: torch.Tensor) -> CompensationFactor | None:
+    """Factorises a second moment `[in, in]`; None if it is too near to singular even with damping."""
+    diagonal = moment.diagonal()
+    mean = float(diagonal.mean())
+    if not 0.0 < mean < float("inf"):
+        return None
+    order = torch.argsort(diagonal, descending=True)
+    permuted = moment[order][:, order] / mean
+    damping = _DAMPING
+    while damping <= _MAX_DAMPING:
+        damped = permuted.clone()
+        damped.diagonal().add_(damping)
+        lower, failed = torch.linalg.cholesky_ex(damped)
+        if not bool(failed):
+            upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+            if not bool(failed) and bool(torch.isfinite(upper).all()):
+                return CompensationFactor(order=order, upper=upper, column_weights=diagonal / mean)
+        damping *= 10.0
+    return None
+
+
+def compensate(weight: torch.Tensor, scale: torch.Tensor, factor: CompensationFactor) -> torch.Tensor:
+    """Codes of a weight.
+
+    Args:
+        weight: `[out, in]`, finite.
+        scale: Float32 `[out, 1]` or `[1]`.
+        factor: Of the layer's input.
+
+    Returns:
+        float8_e4m3fn `[out, in]`.
+    """
+    num_rows, num_columns = weight.shape
+    rest = (weight.float() / scale)[:, factor.order].t().contiguous()  # a column of the weight is a row here
+    codes = torch.empty(num_columns, num_rows, dtype=FP8_DTYPE, device=weight.device)
+    for start in range(0, num_columns, _BLOCK):
+        end = min(start + _BLOCK, num_columns)
+        upper = factor.upper[start:end, start:end]
+        errors = torch.empty(end - start, num_rows, device=weight.device)
+        for i in range(end - start):
+            column = rest[start + i]
+            codes[start + i] = column.clamp(-FP8_MAX, FP8_MAX).to(FP8_DTYPE)
+            errors[i] = (column - codes[start + i].float()) / upper[i, i]
+            if i + 1 < end - start:
+                rest[start + i + 1 : end].addr_(upper[i, i + 1 :], errors[i], alpha=-1.0)
+        if end < num_columns:
+            rest[end:].addmm_(factor.upper[start:end, end:].t(), errors, alpha=-1.0)
+    restored = torch.empty_like(codes)
+    restored.view(torch.uint8)[factor.order] = codes.view(torch.uint8)  # FP8 cannot be indexed everywhere
+    return restored.t().contiguous()
