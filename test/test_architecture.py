@@ -386,7 +386,8 @@ FROZEN_OPTIONS: dict[str, str] = {
         --version
     """,
     "cli/quantize.py::add_quantize_parser": """
-        --act_bits --act_data_type --act_group_size --algorithm --batch_size --bits --bs --calibration_dtype
+        --act_bits --act_data_type --act_group_size --act_headroom --algorithm --batch_size --bits --bs
+        --calibration_dtype
         --data_type --dataset --debug --device --device_map --devices --disable_act_dynamic
         --disable_quanted_input --enable_quanted_input --enable_torch_compile --eval_bs --format --formats
         --fp_layers --gradient_accumulate_steps --group_size --ignore_layers --include_path --iter --iters

@@ -128,7 +128,7 @@ QUANTIZE_OPTIONS = """
     --act_group_size --act_data_type --disable_act_dynamic --layer_config --ignore_layers --fp_layers --iters --iter
     --algorithm --enable_quanted_input --disable_quanted_input --tasks --task --include_path --eval_bs --limit
     --num_fewshot --debug --lr --minmax_lr --gradient_accumulate_steps --not_use_best_mse --enable_torch_compile
-    --quant_lm_head --static_kv_dtype --moe_input_scale --unseen_experts
+    --quant_lm_head --static_kv_dtype --act_headroom --moe_input_scale --unseen_experts
 """
 EVAL_OPTIONS = """
     -h --help --tasks --task --include_path --limit --num_fewshot --eval_bs --batch_size --device --device_map --devices

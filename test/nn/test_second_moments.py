@@ -1,0 +1,93 @@
+"""Second moments are sums over all tokens, shared by layers with one input, and cost nothing before they are of use."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from autoround_fp8.nn.second_moments import SecondMoment, SecondMoments
+
+
+def inputs(*sizes: int, features: int = 6, seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(size, features, generator=generator) for size in sizes]
+
+
+@pytest.mark.parametrize("sizes", [(6,), (20,), (2, 3, 9), (5, 1, 4), (1,) * 7])
+def test_the_sum_does_not_depend_on_the_pieces(sizes: tuple[int, ...]) -> None:
+    pieces = inputs(*sizes)
+    moment = SecondMoment(6)
+    for piece in pieces:
+        moment.add(piece)
+    rows = torch.cat(pieces)
+    assert moment.is_full_rank
+    assert moment.num_tokens == sum(sizes)
+    torch.testing.assert_close(moment.matrix(), rows.t() @ rows)
+
+
+def test_batches_16_bit_inputs_and_no_tokens() -> None:
+    moment = SecondMoment(6)
+    moment.add(torch.empty(0, 6))
+    assert (moment.num_tokens, moment.is_full_rank) == (0, False)
+    x = inputs(12)[0].bfloat16()
+    moment.add(x.view(3, 4, 6))
+    assert moment.matrix().dtype == torch.float32
+    torch.testing.assert_close(moment.matrix(), x.float().t() @ x.float())
+
+
+def test_few_tokens_are_no_moment() -> None:
+    moment = SecondMoment(6)
+    moment.add(inputs(5)[0])
+    assert not moment.is_full_rank
+    with pytest.raises(AssertionError, match="fewer tokens"):
+        moment.matrix()
+
+
+def test_kept_rows_do_not_follow_later_changes() -> None:
+    first, second = inputs(3, 5)
+    expected = torch.cat([first, second])
+    expected = expected.t() @ expected
+    moment = SecondMoment(6)
+    moment.add(first)
+    first.zero_()
+    moment.add(second)
+    torch.testing.assert_close(moment.matrix(), expected)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.down = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(input=torch.relu(self.q(x) + self.k(x)))
+
+
+@torch.no_grad()
+def test_layers_with_one_input_share_a_moment() -> None:
+    block, moments = Block(), SecondMoments()
+    with moments.attached(dict(block.named_children())):
+        for piece in inputs(4, 7):
+            block(piece)
+    block(inputs(50)[0])  # after the context nothing is seen
+    assert moments.owner("q") == moments.owner("k") == "q"
+    assert moments.get("q") is moments.get("k")
+    assert moments.owner("down") == "down"
+    assert moments.get("down").num_tokens == moments.get("q").num_tokens == 11
+
+
+def test_a_layer_without_tokens_has_none() -> None:
+    moments = SecondMoments()
+    moments.observe("expert", torch.empty(0, 6))
+    assert moments.get("expert") is None
+    assert moments.owner("expert") is None
+
+
+def test_an_input_shared_in_some_calls_only_is_an_error() -> None:
+    moments = SecondMoments()
+    x, y = inputs(4, 4)
+    moments.observe("a", x)
+    moments.observe("b", x)
+    with pytest.raises(RuntimeError, match="'b' shares its input with 'a' in some calls only"):
+        moments.observe("b", y)

@@ -1,0 +1,73 @@
+"""The searched scale is never worse than the largest value's, never smaller, and readable as bfloat16."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from autoround_fp8.numerics.fp8 import dequantize_fp8, quantize_fp8
+from autoround_fp8.schemes import QuantizationScheme
+from autoround_fp8.tuning.rtn import absmax_scale
+from autoround_fp8.tuning.scale_search import search_scale
+
+CHANNEL, TENSOR = QuantizationScheme(), QuantizationScheme(group_size=0)
+
+
+def weight(rows: int = 40, columns: int = 300, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, columns, generator=generator) * torch.rand(rows, 1, generator=generator)
+
+
+def errors(w: torch.Tensor, scale: torch.Tensor, cost: torch.Tensor | None = None) -> torch.Tensor:
+    squares = (dequantize_fp8(quantize_fp8(w, scale), scale) - w).square()
+    return (squares if cost is None else squares * cost).sum(1)
+
+
+def test_every_row_gets_its_best_scale() -> None:
+    w = weight()
+    scale, plain = search_scale(w, CHANNEL), absmax_scale(w, CHANNEL)
+    assert scale.shape == (40, 1)
+    assert bool((scale >= plain).all())
+    assert bool((scale < 2.02 * plain).all())
+    assert torch.equal(scale, scale.bfloat16().float())
+    assert bool((errors(w, scale) <= errors(w, plain)).all())
+    assert float(errors(w, scale).sum()) < 0.97 * float(errors(w, plain).sum())
+
+
+def test_rows_do_not_depend_on_each_other_or_on_strips() -> None:
+    w = weight(rows=2000, columns=300)  # several strips
+    assert torch.equal(search_scale(w, CHANNEL)[1500:1510], search_scale(w[1500:1510], CHANNEL))
+
+
+def test_column_weights_decide() -> None:
+    w = weight()
+    cost = torch.zeros(300)
+    cost[:10] = 1.0
+    weighted, plain = search_scale(w, CHANNEL, cost), search_scale(w, CHANNEL)
+    assert not torch.equal(weighted, plain)
+    assert bool((errors(w, weighted, cost) <= errors(w, plain, cost) + 1e-12).all())
+
+
+def test_one_scale_for_a_tensor_and_for_fused_ones() -> None:
+    gate, up = weight(seed=1), 3.0 * weight(seed=2)
+    alone, together = search_scale(gate, TENSOR), search_scale(gate, TENSOR, fused=[gate, up])
+    assert alone.shape == together.shape == (1,)
+    assert torch.equal(together, search_scale(up, TENSOR, fused=[gate, up]))
+    assert float(together) >= float(absmax_scale(gate, TENSOR, [up]))
+    total = errors(gate, together).sum() + errors(up, together).sum()
+    plain = absmax_scale(gate, TENSOR, [up])
+    assert float(total) <= float(errors(gate, plain).sum() + errors(up, plain).sum())
+
+
+@pytest.mark.parametrize("scheme", [CHANNEL, TENSOR])
+def test_zeros_and_tiny_values(scheme: QuantizationScheme) -> None:
+    w = torch.zeros(3, 5)
+    w[1] = 1e-38
+    scale = search_scale(w, scheme)
+    assert bool(torch.isfinite(scale).all())
+    assert bool((scale > 0).all())
+
+
+def test_16_bit_weights_are_searched_in_float32() -> None:
+    w = weight().bfloat16()
+    assert torch.equal(search_scale(w, CHANNEL), search_scale(w.float(), CHANNEL))
