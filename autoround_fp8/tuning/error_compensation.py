@@ -15,7 +15,7 @@ from autoround_fp8.numerics.fp8 import FP8_DTYPE, FP8_MAX
 # Columns rounded before their errors are taken to the rest in one product.
 _BLOCK = 128
 # Of the mean of the diagonal: what is added to it, so that the factor exists.
-_DAMPING = 0.01
+_DAMPING = 0.003
 _MAX_DAMPING = 1.0
 
 

@@ -14,7 +14,7 @@ from autoround_fp8.numerics.fp8 import FP8_MAX, amax_to_scale, round_to_fp8, rou
 from autoround_fp8.numerics.granularity import PER_TENSOR, weight_amax
 from autoround_fp8.schemes import QuantizationScheme
 
-STEPS_PER_OCTAVE = 8
+STEPS_PER_OCTAVE = 16
 # Rows are searched in strips of about this many elements, so that the temporaries stay in the cache.
 _STRIP_ELEMENTS = 1 << 18
 
