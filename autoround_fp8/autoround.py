@@ -45,7 +45,7 @@ class AutoRound:
         ignore_layers: Layers that stay in 16 bit: a comma list or a sequence of names and patterns.
         format: Checkpoint format that `quantize_and_save` and `save_quantized` write by default.
         enable_quanted_input: Whether each block is fed by the quantised blocks before it.
-        algorithm: How weights are rounded: "rtn", "mse" or "gptq".
+        algorithm: How weights are rounded: "gptq" (error compensation), "mse" (scale search) or "rtn" (to nearest).
         act_headroom: Factor on every observed input range.
         moe_input_scale: "shared" = all experts of a layer share one input scale per projection; "per_expert".
         unseen_experts: "max" = an expert without calibration tokens gets the layer's largest input range; "error".
@@ -73,8 +73,8 @@ class AutoRound:
         ignore_layers: str | Sequence[str] = (),
         format: str = "fp8_static",
         enable_quanted_input: bool = False,
-        algorithm: str = "rtn",
-        act_headroom: float = 1.0,
+        algorithm: str = "gptq",
+        act_headroom: float = 2.0,
         moe_input_scale: str = "shared",
         unseen_experts: str = "max",
         trust_remote_code: bool = False,

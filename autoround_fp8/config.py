@@ -52,9 +52,9 @@ class QuantizeConfig:
     batch_size: int = 8
     seed: int = 42
     iters: int = 0
-    algorithm: str = "rtn"
+    algorithm: str = "gptq"
     enable_quanted_input: bool = False
-    act_headroom: float = 1.0
+    act_headroom: float = 2.0
     moe_input_scale: str = "shared"
     unseen_experts: str = "max"
     device: str | int = "auto"
