@@ -35,7 +35,7 @@ class AutoRound:
         scheme: Preset name, dict of fields or `QuantizationScheme`.
         layer_config: Layer name or pattern -> scheme, preset name or dict; also JSON text or a JSON file's path.
         dataset: Calibration data: `builtin`, a file, a hub name, a combination of them, or Python data.
-        iters: Steps of gradient tuning; 0 (round to nearest) is the only value so far.
+        iters: Steps of gradient tuning; 0 (none) is the only value so far.
         seqlen: Tokens per calibration sample.
         nsamples: Calibration samples.
         batch_size: Samples per forward.

@@ -29,8 +29,8 @@ class QuantizeConfig:
         seqlen: Tokens per sample.
         batch_size: Samples per forward.
         seed: Seed of the data order.
-        iters: Steps of gradient tuning; 0, the only value so far, rounds to nearest.
-        algorithm: How weights are rounded.
+        iters: Steps of gradient tuning; 0 (none) is the only value so far.
+        algorithm: How weights are rounded: "gptq" (error compensation), "mse" (scale search) or "rtn" (to nearest).
         enable_quanted_input: Whether each block is fed by the quantised blocks before it, not by the original ones.
         act_headroom: Factor on every observed input range, at least 1; powers of two cost next to nothing.
         moe_input_scale: "shared": all experts of a layer share one input scale per projection; "per_expert": own ones.
@@ -70,9 +70,7 @@ class QuantizeConfig:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"{name} ({value!r}) must be a whole number of at least 1")
         if self.iters != 0:
-            raise ConfigError(
-                f"iters ({self.iters!r}) must be 0: this version rounds to nearest and does not tune by gradient"
-            )
+            raise ConfigError(f"iters ({self.iters!r}) must be 0: this version does not tune by gradient")
         headroom = self.act_headroom
         if not isinstance(headroom, (int, float)) or isinstance(headroom, bool) or not 1.0 <= headroom <= 64.0:
             raise ConfigError(f"act_headroom ({headroom!r}) must be a number from 1 to 64")

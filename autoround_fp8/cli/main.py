@@ -182,7 +182,7 @@ def main_light() -> int:
 
 def main_rtn() -> int:
     """`auto-round-rtn`: round to nearest."""
-    return main(defaults=("--iters", "0"))
+    return main(defaults=("--algorithm", "rtn"))
 
 
 def main_eval() -> int:

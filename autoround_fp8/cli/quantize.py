@@ -67,7 +67,9 @@ def add_quantize_parser(subparsers: Any) -> None:
     group.add_argument("--layer_config", help="JSON text or file: layer name or pattern -> scheme")
     group.add_argument("--ignore_layers", "--fp_layers", default="", help="layers that stay in 16 bit, comma list")
     group = parser.add_argument_group("tuning")
-    group.add_argument("--iters", "--iter", type=int, default=0, help="0 = round to nearest, the only value so far")
+    group.add_argument(
+        "--iters", "--iter", type=int, default=0, help="steps of gradient tuning; 0, the only value so far"
+    )
     group.add_argument("--algorithm", default="gptq", help="gptq (default), mse, rtn")
     group.add_argument("--act_headroom", type=float, default=2.0, help="factor on every input range (2)")
     group.add_argument("--moe_input_scale", default="shared", help="one for a layer's experts (shared), or per_expert")

@@ -16,16 +16,18 @@ from autoround_fp8 import WeightFP8ActFP8StaticQuantLinear
 from autoround_fp8.errors import CheckpointError, ConfigError
 from autoround_fp8.kernels.cpu import CpuKernel
 from autoround_fp8.kernels.reference import reference_linear
-from autoround_fp8.numerics.fp8 import dequantize_fp8
+from autoround_fp8.numerics.fp8 import dequantize_fp8, quantize_fp8
 from autoround_fp8.records import QuantizedLinear
 from autoround_fp8.schemes import UNQUANTIZED, QuantizationScheme, parse_scheme
-from autoround_fp8.tuning.rtn import quantize_weight
+from autoround_fp8.tuning.rtn import absmax_scale
 
 PER_CHANNEL, PER_TENSOR = parse_scheme("FP8_STATIC"), parse_scheme("FP8_STATIC_TENSOR")
 
 
 def quantized(scheme: QuantizationScheme = PER_CHANNEL, bias: float | None = 100.0) -> QuantizedLinear:
-    codes, scale = quantize_weight(torch.randn(6, 10, generator=torch.Generator().manual_seed(0)), scheme)
+    weight = torch.randn(6, 10, generator=torch.Generator().manual_seed(0))
+    scale = absmax_scale(weight, scheme)
+    codes = quantize_fp8(weight, scale)
     return QuantizedLinear(
         fqn="a.b",
         weight=codes,

@@ -39,7 +39,7 @@ BLOCK = 128
 
 
 def prepared(folder: Any, **settings: Any) -> PreparedRun:
-    defaults = {"dataset": ROWS, "device": "cpu", "calibration_dtype": "bfloat16", "batch_size": 2}
+    defaults = {"dataset": ROWS, "device": "cpu", "calibration_dtype": "bfloat16", "batch_size": 2, "act_headroom": 1.0}
     return prepare(QuantizeConfig(**{**defaults, **settings}), open_model(folder))
 
 
