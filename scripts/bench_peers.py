@@ -1,7 +1,8 @@
 """Compare this package with Intel's AutoRound, side by side, on the same static W8A8-FP8 work.
 
-Both round a bfloat16 model to nearest with the same calibration texts (Wikipedia; each text is a little longer than the
-sequence length, so that neither side drops or packs any). Whole processes are measured, in alternation: wall time, CPU
+The peer rounds a bfloat16 model to nearest; this package does what `--our_args` says (nothing: its own default;
+`--our_args "--algorithm rtn"`: the same method). Both get the same calibration texts (Wikipedia; each text is a little
+longer than the sequence length, so that neither side drops or packs any). Whole processes are measured, in alternation: wall time, CPU
 time, peak resident memory. Both exports are then judged by one independent simulation, written here in plain
 transformers float32 with neither tool's code: KL divergence from the original on held-out Wikipedia text.
 """
