@@ -24,6 +24,8 @@ from autoround_fp8.tuning.scale_search import search_scale
 
 logger = logging.getLogger(__name__)
 
+# Calibration tokens per input feature that go into a second moment, if there are as many.
+_TOKENS_PER_FEATURE = 4
 # Second moments of experts may take this much, or half of the block in 16 bit.
 _FREE_EXPERT_BYTES = 128 << 20
 
@@ -68,6 +70,14 @@ class BlockQuantizer:
             logger.info("second moments of %d experts' inputs would take %d MB: mse", len(expert_modules), needed >> 20)
             return [name for name in features if name not in expert_modules]
         return list(features)
+
+    def moment_strides(self, linears: Sequence[LinearPlan], num_tokens: int) -> dict[str, int]:
+        """How many calibration tokens count for one in a layer's second moment; experts see few and count them all."""
+        return {
+            linear.module: max(1, num_tokens // (_TOKENS_PER_FEATURE * linear.shape[1]))
+            for linear in linears
+            if not linear.experts
+        }
 
     def check_experts(self, linears: Sequence[LinearPlan], ranges: Mapping[str, InputRange]) -> dict[str, list[int]]:
         """Tokens that each expert of the block saw; experts without any are reported, or refused if so asked.

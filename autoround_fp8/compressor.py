@@ -181,7 +181,9 @@ class BlockwiseCompressor:
         calls: CapturedCalls,
         index: int,
     ) -> tuple[BlockStatistics, list[torch.Tensor]]:
-        observer, moments = AbsMaxObserver(), SecondMoments()
+        num_tokens = sum(batch.numel() for batch in self._batches)
+        observer = AbsMaxObserver()
+        moments = SecondMoments(self._quantizer.moment_strides(linears, num_tokens))
         with_moments = {name: modules[name] for name in self._quantizer.modules_with_moments(linears)}
         with observer.attached(modules), moments.attached(with_moments):
             outputs = [run_block(block, calls.inputs(b, index), self._device) for b in range(len(calls.calls))]

@@ -2,9 +2,11 @@
 
 The peer rounds a bfloat16 model to nearest; this package does what `--our_args` says (nothing: its own default;
 `--our_args "--algorithm rtn"`: the same method). Both get the same calibration texts (Wikipedia; each text is a little
-longer than the sequence length, so that neither side drops or packs any). Whole processes are measured, in alternation: wall time, CPU
-time, peak resident memory. Both exports are then judged by one independent simulation, written here in plain
-transformers float32 with neither tool's code: KL divergence from the original on held-out Wikipedia text.
+longer than the sequence length, so that neither side drops or packs any).
+
+Whole processes are measured, in alternation: wall time, CPU time, peak resident memory. Both exports are then judged by
+one independent simulation, written here in plain transformers float32 with neither tool's code: KL divergence from the
+original on held-out Wikipedia text.
 """
 
 from __future__ import annotations

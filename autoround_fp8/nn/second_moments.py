@@ -52,9 +52,15 @@ class SecondMoment:
 
 
 class SecondMoments:
-    """Collects the second moments of several layers; layers that are given the same tensor share one."""
+    """Collects the second moments of several layers; layers that are given the same tensor share one.
 
-    def __init__(self) -> None:
+    Args:
+        strides: Layer -> how many tokens of its input count for one: each product of a wide input costs as much as its
+            layer, and more than a few tokens per feature change little. 1 for layers not named.
+    """
+
+    def __init__(self, strides: Mapping[str, int] | None = None) -> None:
+        self._strides = strides or {}
         self._moments: dict[str, SecondMoment] = {}
         self._owners: dict[str, str] = {}
         self._last: tuple[torch.Tensor, str] | None = None
@@ -77,7 +83,8 @@ class SecondMoments:
             return
         if self._owners.setdefault(name, name) != name:
             raise RuntimeError(f"{name!r} shares its input with {self._owners[name]!r} in some calls only")
-        self._moments.setdefault(name, SecondMoment(x.shape[-1])).add(x)
+        rows = x.reshape(-1, x.shape[-1])
+        self._moments.setdefault(name, SecondMoment(x.shape[-1])).add(rows[:: self._strides.get(name, 1)])
         self._last = (x, name)
 
     @contextmanager
