@@ -27,6 +27,15 @@ from autoround_fp8.version import __version__
 
 
 @pytest.fixture(autouse=True)
+def default_signals() -> Iterator[None]:
+    """A test runner may be started with SIGHUP ignored (`nohup`), and what is ignored stays so."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture(autouse=True)
 def unchanged_logging() -> Iterator[None]:
     loggers = logging.getLogger("autoround_fp8"), logging.getLogger("transformers")
     before = [(list(logger.handlers), logger.level, logger.propagate) for logger in loggers]
