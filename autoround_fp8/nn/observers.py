@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -56,18 +56,24 @@ class AbsMaxObserver:
     @contextmanager
     def attached(self, modules: Mapping[str, nn.Module]) -> Iterator[None]:
         """Observes the given layers for the duration of the context."""
-        handles = [
-            module.register_forward_pre_hook(self._hook(name), with_kwargs=True) for name, module in modules.items()
-        ]
-        try:
+        with inputs_watched(modules, self.observe):
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
-            self._last = None
+        self._last = None
 
-    def _hook(self, name: str) -> Any:
-        def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self.observe(name, args[0] if args else kwargs["input"])
 
-        return hook
+@contextmanager
+def inputs_watched(modules: Mapping[str, nn.Module], observe: Callable[[str, torch.Tensor], None]) -> Iterator[None]:
+    """Calls `observe(name, input)` before every call of the given layers, for the duration of the context."""
+
+    def hook(name: str) -> Any:
+        def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            observe(name, args[0] if args else kwargs["input"])
+
+        return before
+
+    handles = [module.register_forward_pre_hook(hook(name), with_kwargs=True) for name, module in modules.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
+
+from autoround_fp8.nn.observers import inputs_watched
 
 
 class SecondMoment:
@@ -90,18 +91,6 @@ class SecondMoments:
     @contextmanager
     def attached(self, modules: Mapping[str, nn.Module]) -> Iterator[None]:
         """Observes the given layers for the duration of the context."""
-        handles = [
-            module.register_forward_pre_hook(self._hook(name), with_kwargs=True) for name, module in modules.items()
-        ]
-        try:
+        with inputs_watched(modules, self.observe):
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
-            self._last = None
-
-    def _hook(self, name: str) -> Any:
-        def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self.observe(name, args[0] if args else kwargs["input"])
-
-        return hook
+        self._last = None
