@@ -91,6 +91,8 @@ class SecondMoments:
     @contextmanager
     def attached(self, modules: Mapping[str, nn.Module]) -> Iterator[None]:
         """Observes the given layers for the duration of the context."""
-        with inputs_watched(modules, self.observe):
-            yield
-        self._last = None
+        try:
+            with inputs_watched(modules, self.observe):
+                yield
+        finally:
+            self._last = None
