@@ -35,7 +35,7 @@ class AutoRound:
         scheme: Preset name, dict of fields or `QuantizationScheme`.
         layer_config: Layer name or pattern -> scheme, preset name or dict; also JSON text or a JSON file's path.
         dataset: Calibration data: `builtin`, a file, a hub name, a combination of them, or Python data.
-        iters: Steps of gradient tuning; 0 (none) is the only value so far.
+        iters: Steps of gradient tuning per block, after `algorithm`; 0 = none.
         seqlen: Tokens per calibration sample.
         nsamples: Calibration samples.
         batch_size: Samples per forward.
@@ -44,8 +44,13 @@ class AutoRound:
         seed: Seed of the data order.
         ignore_layers: Layers that stay in 16 bit: a comma list or a sequence of names and patterns.
         format: Checkpoint format that `quantize_and_save` and `save_quantized` write by default.
-        enable_quanted_input: Whether each block is fed by the quantised blocks before it.
-        algorithm: How weights are rounded: "gptq" (error compensation), "mse" (scale search) or "rtn" (to nearest).
+        enable_quanted_input: Whether each block is fed by the quantised blocks before it; None = if `iters` > 0.
+        algorithm: How weights are rounded: "gptq" (error compensation), "mse" (scale search), "rtn" (to nearest), or
+            "signround" (gradient tuning alone).
+        lr: First step of the tuned rounding offsets, in local FP8 steps; None = 1 / iters.
+        minmax_lr: First step of the tuned factors on the scales; None = `lr`, 0 = the scales stay.
+        gradient_accumulate_steps: Batches whose gradients add up before a tuning step.
+        not_use_best_mse: Whether the last tuning step is kept, not the one with the least error.
         act_headroom: Factor on every observed input range.
         moe_input_scale: "shared" = all experts of a layer share one input scale per projection; "per_expert".
         unseen_experts: "max" = an expert without calibration tokens gets the layer's largest input range; "error".
@@ -72,8 +77,12 @@ class AutoRound:
         seed: int = 42,
         ignore_layers: str | Sequence[str] = (),
         format: str = "fp8_static",
-        enable_quanted_input: bool = False,
+        enable_quanted_input: bool | None = None,
         algorithm: str = "gptq",
+        lr: float | None = None,
+        minmax_lr: float | None = None,
+        gradient_accumulate_steps: int = 1,
+        not_use_best_mse: bool = False,
         act_headroom: float = 2.0,
         moe_input_scale: str = "shared",
         unseen_experts: str = "max",
@@ -93,6 +102,10 @@ class AutoRound:
             format=get_format(format).name,
             enable_quanted_input=enable_quanted_input,
             algorithm=algorithm,
+            lr=lr,
+            minmax_lr=minmax_lr,
+            gradient_accumulate_steps=gradient_accumulate_steps,
+            not_use_best_mse=not_use_best_mse,
             act_headroom=act_headroom,
             moe_input_scale=moe_input_scale,
             unseen_experts=unseen_experts,

@@ -9,9 +9,9 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -29,13 +29,13 @@ from autoround_fp8.checkpoint.materialize import (
 )
 from autoround_fp8.checkpoint.reader import TensorSource
 from autoround_fp8.device import peak_memory_bytes, release_memory
-from autoround_fp8.kernels.reference import reference_linear
+from autoround_fp8.kernels.reference import simulated_forward
 from autoround_fp8.layer_plan import LinearPlan
 from autoround_fp8.models.patches import swapped_forwards
 from autoround_fp8.nn.observers import AbsMaxObserver
 from autoround_fp8.nn.second_moments import SecondMoments
 from autoround_fp8.plan import QuantizationPlan
-from autoround_fp8.records import BlockReport, QuantizedLinear
+from autoround_fp8.records import BlockReport, LayerReport, QuantizedLinear
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +98,7 @@ class BlockwiseCompressor:
         """
         skeleton = self._plan.skeleton
         calls = self._capture()
+        originals = list(calls.hidden_states)
         reports = []
         for index, name in enumerate(skeleton.block_names):
             started = time.perf_counter()
@@ -109,15 +110,25 @@ class BlockwiseCompressor:
                 modules = {name: skeleton.model.get_submodule(name) for name in watched}
                 statistics, outputs = self._observe(block, linears, modules, calls, index)
                 expert_tokens = self._quantizer.check_experts(linears, statistics.ranges)
-                quantized, layer_reports = {}, []
-                for layer, layer_report in self._quantizer.quantize(linears, modules, statistics):
+                quantized: Iterable[tuple[QuantizedLinear, LayerReport]]
+                quantized = self._quantizer.quantize(linears, modules, statistics)
+                tuning = None
+                if self._quantizer.is_tuning:
+                    references = outputs
+                    if self._quantized_inputs and index:
+                        references = self._run(block, calls, index, hidden_states=originals)
+                    run_block = partial(self._run_with, block, calls, index)
+                    quantized, tuning = self._quantizer.tune(linears, modules, list(quantized), run_block, references)
+                    originals = references
+                layers, layer_reports = {}, []
+                for layer, layer_report in quantized:
                     sink.put(layer)
                     layer_reports.append(layer_report)
                     if self._quantized_inputs:
-                        quantized[layer.fqn] = layer
+                        layers[layer.fqn] = layer
                 del statistics
                 if self._quantized_inputs:
-                    outputs = self._run_quantized(block, linears, quantized, calls, index)
+                    outputs = self._run_quantized(block, linears, layers, calls, index)
             calls.hidden_states = outputs
             for batch_calls in calls.calls:
                 batch_calls[index] = ((), {})  # this block's masks and tables are not needed again
@@ -128,6 +139,7 @@ class BlockwiseCompressor:
                 peak_memory_bytes=peak_memory_bytes(),
                 layers=tuple(layer_reports),
                 expert_tokens=expert_tokens,
+                tuning=tuning,
             )
             reports.append(report)
             on_block(report)
@@ -186,7 +198,7 @@ class BlockwiseCompressor:
         moments = SecondMoments(self._quantizer.moment_strides(linears, num_tokens))
         with_moments = {name: modules[name] for name in self._quantizer.modules_with_moments(linears)}
         with observer.attached(modules), moments.attached(with_moments):
-            outputs = [run_block(block, calls.inputs(b, index), self._device) for b in range(len(calls.calls))]
+            outputs = self._run(block, calls, index)
         return BlockStatistics(ranges=observer.ranges, moments=moments), outputs
 
     def _run_quantized(
@@ -206,25 +218,33 @@ class BlockwiseCompressor:
             model.get_submodule(name): simulated_forward(layers, self._device) for name, layers in parts.items()
         }
         with swapped_forwards(forwards):
-            return [run_block(block, calls.inputs(b, index), self._device) for b in range(len(calls.calls))]
+            return self._run(block, calls, index)
 
+    def _run(
+        self,
+        block: nn.Module,
+        calls: CapturedCalls,
+        index: int,
+        hidden_states: Sequence[torch.Tensor] | None = None,
+    ) -> list[torch.Tensor]:
+        """The block's outputs per batch; `hidden_states` replace those that it is called with."""
+        inputs = [calls.inputs(b, index) for b in range(len(calls.calls))]
+        if hidden_states is not None:
+            inputs = [replace(one, hidden_states=other) for one, other in zip(inputs, hidden_states, strict=True)]
+        return [run_block(block, one, self._device) for one in inputs]
 
-def simulated_forward(
-    layers: Sequence[QuantizedLinear], device: torch.device
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The forward of a Linear under the reference kernel: of its one quantised layer, or of several joined by rows."""
-    moved = [
-        (
-            layer.weight.to(device),
-            layer.weight_scale.to(device),
-            layer.input_scale.to(device),
-            None if layer.bias is None else layer.bias.to(device),
-        )
-        for layer in layers
-    ]
-    if len(moved) == 1:
-        return lambda x: reference_linear(x, *moved[0])
-    return lambda x: torch.cat([reference_linear(x, *layer) for layer in moved], dim=-1)
+    def _run_with(
+        self,
+        block: nn.Module,
+        calls: CapturedCalls,
+        index: int,
+        forwards: Mapping[str, Callable[[torch.Tensor], torch.Tensor]],
+        batch: int,
+    ) -> torch.Tensor:
+        """The block's output for one batch, with some of its Linears computed otherwise."""
+        model = self._plan.skeleton.model
+        with swapped_forwards({model.get_submodule(name): forward for name, forward in forwards.items()}):
+            return run_block(block, calls.inputs(batch, index), self._device)
 
 
 def mean_sqnr_db(reports: Sequence[BlockReport]) -> float:

@@ -184,11 +184,12 @@ def compress(
         run.source.tensors,
         make_batches(run.data.samples, run.config.batch_size),
         device=run.device,
-        quantized_inputs=run.config.enable_quanted_input,
+        quantized_inputs=run.config.quantized_inputs,
         quantizer=BlockQuantizer(
-            run.config.algorithm,
+            "rtn" if run.config.algorithm == "signround" else run.config.algorithm,
             act_headroom=run.config.act_headroom,
             unseen_experts=run.config.unseen_experts,
+            tuning=run.config.tuning,
         ),
     )
     return compressor.run(sink, on_block)

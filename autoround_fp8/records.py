@@ -73,8 +73,21 @@ class LayerReport:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TuningReport:
+    """How gradient tuning of one block went.
+
+    Attributes:
+        losses: Step -> relative error of the block's output on batches that no gradient came from; 0 is the start.
+        best_step: The step that was kept.
+    """
+
+    losses: dict[int, float]
+    best_step: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class BlockReport:
-    """What happened to one decoder block: seconds, peak memory in bytes, and its layers.
+    """What happened to one decoder block: seconds, peak memory in bytes, its layers, and its tuning if there was any.
 
     `expert_tokens`: experts module -> calibration tokens that each of its experts saw.
     """
@@ -84,3 +97,4 @@ class BlockReport:
     peak_memory_bytes: int
     layers: tuple[LayerReport, ...]
     expert_tokens: dict[str, list[int]] = field(default_factory=dict)
+    tuning: TuningReport | None = None

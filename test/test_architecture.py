@@ -57,7 +57,6 @@ ATTRIBUTE_PROBES: dict[str, int] = {
     "calibration/record_encoder.py": 3,
     "cli/main.py": 2,
     "cli/quantize.py": 2,
-    "config.py": 3,
     "evaluation/compare.py": 1,
     "evaluation/lm_eval_backend.py": 1,
     "evaluation/tasks.py": 4,
@@ -385,16 +384,19 @@ FROZEN_OPTIONS: dict[str, str] = {
     "cli/main.py::build_parser": """
         --version
     """,
+    "cli/quantize.py::_add_tuning_options": """
+        --act_headroom --algorithm --disable_quanted_input --enable_quanted_input --gradient_accumulate_steps --iter
+        --iters --lr --minmax_lr --moe_input_scale --not_use_best_mse --unseen_experts
+    """,
     "cli/quantize.py::add_quantize_parser": """
-        --act_bits --act_data_type --act_group_size --act_headroom --algorithm --batch_size --bits --bs
-        --calibration_dtype
+        --act_bits --act_data_type --act_group_size --batch_size --bits --bs --calibration_dtype
         --data_type --dataset --debug --device --device_map --devices --disable_act_dynamic
-        --disable_quanted_input --enable_quanted_input --enable_torch_compile --eval_bs --format --formats
-        --fp_layers --gradient_accumulate_steps --group_size --ignore_layers --include_path --iter --iters
-        --layer_config --limit --low_gpu_mem_usage --lr --max_shard_size --minmax_lr --model --model_name
-        --model_name_or_path --moe_input_scale --not_use_best_mse --nsample --nsamples --num_fewshot --output_dir
+        --enable_torch_compile --eval_bs --format --formats
+        --fp_layers --group_size --ignore_layers --include_path
+        --layer_config --limit --low_gpu_mem_usage --max_shard_size --model --model_name
+        --model_name_or_path --nsample --nsamples --num_fewshot --output_dir
         --overwrite --quant_lm_head --scheme --seed --seq_len --seqlen --static_kv_dtype --task --tasks --train_bs
-        --trust_remote_code --unseen_experts
+        --trust_remote_code
     """,
 }
 

@@ -2,6 +2,8 @@
 
 The method is GPTQ's (Frantar et al., 2022, arXiv:2210.17323), with columns in the order of their inputs' size. What
 matters of the calibration data is the second moment of the layer's input; layers with one input share its factor.
+Coordinate descent follows (as in QuantEase, Behdin et al., 2023, arXiv:2309.01885): compensation is greedy, so the
+first columns do not know of the errors that were left in the last ones.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from autoround_fp8.numerics.fp8 import FP8_DTYPE, FP8_MAX
+from autoround_fp8.numerics.fp8 import FP8_DTYPE, FP8_MAX, round_to_fp8
 
 # Columns rounded before their errors are taken to the rest in one product.
 _BLOCK = 128
@@ -25,11 +27,13 @@ class CompensationFactor:
 
     Attributes:
         order: Columns in the order they are rounded, `[in]`.
-        upper: Upper Cholesky factor of the inverse second moment in that order, float32 `[in, in]`.
+        moment: Damped second moment in that order, its diagonal's mean about 1, float32 `[in, in]`.
+        upper: Upper Cholesky factor of its inverse, float32 `[in, in]`.
         column_weights: Diagonal of the second moment in the original order, float32 `[in]`, mean 1.
     """
 
     order: torch.Tensor
+    moment: torch.Tensor
     upper: torch.Tensor
     column_weights: torch.Tensor
 
@@ -50,37 +54,69 @@ def factorise(moment: torch.Tensor) -> CompensationFactor | None:
         if not bool(failed):
             upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
             if not bool(failed) and bool(torch.isfinite(upper).all()):
-                return CompensationFactor(order=order, upper=upper, column_weights=diagonal / mean)
+                return CompensationFactor(order=order, moment=damped, upper=upper, column_weights=diagonal / mean)
         damping *= 10.0
     return None
 
 
-def compensate(weight: torch.Tensor, scale: torch.Tensor, factor: CompensationFactor) -> torch.Tensor:
+def compensate(weight: torch.Tensor, scale: torch.Tensor, factor: CompensationFactor, sweeps: int = 1) -> torch.Tensor:
     """Codes of a weight.
 
     Args:
         weight: `[out, in]`, finite.
         scale: Float32 `[out, 1]` or `[1]`.
         factor: Of the layer's input.
+        sweeps: Passes of coordinate descent after the compensation.
 
     Returns:
         float8_e4m3fn `[out, in]`.
     """
-    num_rows, num_columns = weight.shape
-    rest = (weight.float() / scale)[:, factor.order].t().contiguous()  # a column of the weight is a row here
-    codes = torch.empty(num_columns, num_rows, dtype=FP8_DTYPE, device=weight.device)
+    wanted = (weight.float() / scale)[:, factor.order].t().contiguous()  # a column of the weight is a row here
+    values = _compensated(wanted, factor.upper)
+    for _ in range(sweeps):
+        _descend(values, wanted, factor.moment)
+    codes = torch.empty(values.shape, dtype=FP8_DTYPE, device=weight.device)
+    codes.view(torch.uint8)[factor.order] = values.to(FP8_DTYPE).view(torch.uint8)  # FP8 cannot be indexed everywhere
+    return codes.t().contiguous()
+
+
+def _compensated(wanted: torch.Tensor, upper: torch.Tensor) -> torch.Tensor:
+    """Rounds `[in, out]` row by row; what a row loses, the rows after it make up for. Values of codes, float32."""
+    num_columns, num_rows = wanted.shape
+    rest = wanted.clone()
     for start in range(0, num_columns, _BLOCK):
         end = min(start + _BLOCK, num_columns)
-        upper = factor.upper[start:end, start:end]
-        errors = torch.empty(end - start, num_rows, device=weight.device)
+        inner = upper[start:end, start:end]
+        diagonal = inner.diagonal().tolist()
+        errors = torch.empty(end - start, num_rows, device=wanted.device)
         for i in range(end - start):
-            column = rest[start + i]
-            codes[start + i] = column.clamp(-FP8_MAX, FP8_MAX).to(FP8_DTYPE)
-            errors[i] = (column - codes[start + i].float()) / upper[i, i]
+            rounded = round_to_fp8(rest[start + i].clamp(-FP8_MAX, FP8_MAX))
+            torch.sub(rest[start + i], rounded, out=errors[i]).div_(diagonal[i])
+            rest[start + i] = rounded
             if i + 1 < end - start:
-                rest[start + i + 1 : end].addr_(upper[i, i + 1 :], errors[i], alpha=-1.0)
+                rest[start + i + 1 : end].addr_(inner[i, i + 1 :], errors[i], alpha=-1.0)
         if end < num_columns:
-            rest[end:].addmm_(factor.upper[start:end, end:].t(), errors, alpha=-1.0)
-    restored = torch.empty_like(codes)
-    restored.view(torch.uint8)[factor.order] = codes.view(torch.uint8)  # FP8 cannot be indexed everywhere
-    return restored.t().contiguous()
+            rest[end:].addmm_(upper[start:end, end:].t(), errors, alpha=-1.0)
+    return rest
+
+
+def _descend(values: torch.Tensor, wanted: torch.Tensor, moment: torch.Tensor) -> None:
+    """Gives every row of `values` `[in, out]` in turn the codes that are best while all others stay; in place.
+
+    The error that counts is `(values - wanted)^T moment (values - wanted)`; no row's change lets it grow.
+    """
+    num_columns = values.shape[0]
+    errors = values - wanted
+    for start in range(0, num_columns, _BLOCK):
+        end = min(start + _BLOCK, num_columns)
+        inner = moment[start:end, start:end]
+        diagonal = inner.diagonal().tolist()
+        slopes = moment[start:end] @ errors
+        for i in range(end - start):
+            best = torch.sub(values[start + i], slopes[i], alpha=1.0 / diagonal[i]).clamp_(-FP8_MAX, FP8_MAX)
+            best = round_to_fp8(best)
+            change = best - values[start + i]
+            values[start + i] = best
+            errors[start + i] += change
+            if i + 1 < end - start:
+                slopes[i + 1 :].addr_(inner[i, i + 1 :], change)
