@@ -379,7 +379,7 @@ FROZEN_OPTIONS: dict[str, str] = {
     """,
     "cli/evaluate.py::add_compare_parser": """
         --batch_size --bs --dataset --debug --device --device_map --devices --dtype --json --kernel --nsample
-        --nsamples --seed --seq_len --seqlen --trust_remote_code
+        --nsamples --per_block --seed --seq_len --seqlen --trust_remote_code
     """,
     "cli/main.py::build_parser": """
         --version

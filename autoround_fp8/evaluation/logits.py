@@ -38,6 +38,13 @@ class LogitStream:
         self._decoder = model.get_submodule(self._container.rpartition(".")[0])
         self._output_type: Any = None
         self.vocab_size = int(model.get_output_embeddings().weight.shape[0])
+        self.hidden_size = int(model.config.get_text_config(decoder=True).hidden_size)
+
+    @property
+    def blocks(self) -> dict[str, nn.Module]:
+        """Module name -> decoder block, in order; none once they are released."""
+        blocks: Any = self._model.get_submodule(self._container)
+        return {f"{self._container}.{index}": block for index, block in enumerate(blocks)}
 
     @torch.no_grad()
     def hidden_states(self, tokens: torch.Tensor) -> torch.Tensor:

@@ -145,7 +145,7 @@ EVAL_OPTIONS = """
 """
 COMPARE_OPTIONS = """
     -h --help --dataset --nsamples --nsample --seqlen --seq_len --seed --batch_size --bs --device --device_map --devices
-    --dtype --kernel --trust_remote_code --json --debug
+    --dtype --kernel --trust_remote_code --json --per_block --debug
 """
 
 

@@ -38,6 +38,14 @@ def test_released_blocks_are_gone():
     left = sum(p.numel() for p in model.parameters())
     assert left == 2 * 128 * 64 + 64  # embedding, output layer, last norm
     assert left < before
+    assert stream.blocks == {}
+
+
+def test_blocks_are_named_in_order():
+    model = tiny_model("gpt_neox")
+    stream = LogitStream(model)
+    assert list(stream.blocks.items()) == [(f"gpt_neox.layers.{i}", model.gpt_neox.layers[i]) for i in range(2)]
+    assert stream.hidden_size == 64
 
 
 def test_logits_are_float32_in_a_16_bit_model():
