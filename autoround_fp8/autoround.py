@@ -18,6 +18,7 @@ from autoround_fp8.pipeline import (
     check_output,
     compress,
     export_run,
+    keep_harmful_layers,
     open_model,
     prepare,
     write_export,
@@ -47,13 +48,15 @@ class AutoRound:
         enable_quanted_input: Whether each block is fed by the quantised blocks before it; None = if `iters` > 0.
         algorithm: How weights are rounded: "gptq" (error compensation), "mse" (scale search), "rtn" (to nearest), or
             "signround" (gradient tuning alone).
-        lr: First step of the tuned rounding offsets, in local FP8 steps; None = 1 / iters.
-        minmax_lr: First step of the tuned factors on the scales; None = `lr`, 0 = the scales stay.
+        lr: First step of the tuned rounding offsets, in local FP8 steps; None = 1 / (4 iters).
+        minmax_lr: First step of the tuned factors on the scales; 0 = the scales stay.
         gradient_accumulate_steps: Batches whose gradients add up before a tuning step.
         not_use_best_mse: Whether the last tuning step is kept, not the one with the least error.
         act_headroom: Factor on every observed input range.
         moe_input_scale: "shared" = all experts of a layer share one input scale per projection; "per_expert".
         unseen_experts: "max" = an expert without calibration tokens gets the layer's largest input range; "error".
+        keep_layers: How many of the most harmful layers stay in 16 bit; what engines fuse counts as one.
+        target_kl: KL to the original, on calibration tokens, to be reached with as few bytes in 16 bit as it takes.
         trust_remote_code: Whether code from the model's folder may run.
 
     Raises:
@@ -80,12 +83,14 @@ class AutoRound:
         enable_quanted_input: bool | None = None,
         algorithm: str = "gptq",
         lr: float | None = None,
-        minmax_lr: float | None = None,
+        minmax_lr: float = 0.0,
         gradient_accumulate_steps: int = 1,
         not_use_best_mse: bool = False,
         act_headroom: float = 2.0,
         moe_input_scale: str = "shared",
         unseen_experts: str = "max",
+        keep_layers: int = 0,
+        target_kl: float | None = None,
         trust_remote_code: bool = False,
     ):
         self.config = QuantizeConfig(
@@ -109,6 +114,8 @@ class AutoRound:
             act_headroom=act_headroom,
             moe_input_scale=moe_input_scale,
             unseen_experts=unseen_experts,
+            keep_layers=keep_layers,
+            target_kl=target_kl,
             trust_remote_code=trust_remote_code,
         )
         self.tokenizer = tokenizer
@@ -125,7 +132,7 @@ class AutoRound:
         from autoround_fp8.inference.load import assemble_quantized_model
         from autoround_fp8.models.skeleton import build_skeleton, source_dtype
 
-        run = prepare(self.config, self._source, self.tokenizer)
+        run = keep_harmful_layers(prepare(self.config, self._source, self.tokenizer))
         sink = MemorySink()
         self._result = (run, sink, compress(run, sink))
         schemes = {linear.fqn: linear.scheme for block in run.plan.blocks for linear in block}
@@ -185,6 +192,7 @@ class AutoRound:
             )
         run, sink, result = self._result
         config = self._save_config(format, max_shard_size, overwrite)
+        config = dataclasses.replace(config, ignore_layers=run.config.ignore_layers)  # with those chosen to be kept
         # The layout depends on the shard size, so the plan is made anew; the layers are the ones quantize() made.
         plan = make_plan(config, run.plan.skeleton, self._source.tensors, get_format(config.format))
         run = dataclasses.replace(run, config=config, plan=plan)

@@ -9,8 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
@@ -19,17 +18,10 @@ import torch
 from torch import nn
 
 from autoround_fp8.block_quantizer import BlockQuantizer, BlockStatistics
-from autoround_fp8.calibration.block_inputs import CapturedCalls, capture_block_inputs, run_block
-from autoround_fp8.checkpoint.materialize import (
-    fill_computed_buffers,
-    fill_module,
-    release_module,
-    require_filled,
-    tie_filled,
-)
+from autoround_fp8.block_walk import BlockWalk, simulated_forwards
+from autoround_fp8.calibration.block_inputs import CapturedCalls, run_block
 from autoround_fp8.checkpoint.reader import TensorSource
 from autoround_fp8.device import peak_memory_bytes, release_memory
-from autoround_fp8.kernels.reference import simulated_forward
 from autoround_fp8.layer_plan import LinearPlan
 from autoround_fp8.models.patches import swapped_forwards
 from autoround_fp8.nn.observers import AbsMaxObserver
@@ -97,14 +89,16 @@ class BlockwiseCompressor:
             CheckpointError: On a damaged tensor, naming it.
         """
         skeleton = self._plan.skeleton
-        calls = self._capture()
-        originals = list(calls.hidden_states)
+        walk = BlockWalk(skeleton, self._source, self._device)
+        calls = walk.capture(self._batches)
+        # The stream of the original blocks; without tuning nothing needs it beside the one in `calls`.
+        originals = list(calls.hidden_states) if self._quantizer.is_tuning else []
         reports = []
         for index, name in enumerate(skeleton.block_names):
             started = time.perf_counter()
             block = skeleton.model.get_submodule(name)
             linears = [linear for linear in self._plan.blocks[index] if linear.scheme.is_quantized]
-            with self._filled(block, name):
+            with walk.filled(name):
                 # Also experts that stay in 16 bit: how many tokens they saw is part of the report.
                 watched = dict.fromkeys(name for linear in linears for name in (linear.module, *linear.siblings))
                 modules = {name: skeleton.model.get_submodule(name) for name in watched}
@@ -145,46 +139,6 @@ class BlockwiseCompressor:
             on_block(report)
         return CompressionResult(blocks=tuple(reports), hidden_states=calls.hidden_states)
 
-    def _capture(self) -> CapturedCalls:
-        """Runs the part in front of the blocks; it is in memory only for that time."""
-        skeleton = self._plan.skeleton
-        model = skeleton.model
-        fill_computed_buffers(model, self._device)
-        inside = (skeleton.container_name + ".", self._output_embedding_name() + ".")
-        top = {name: tensor for name, tensor in skeleton.sources.items() if not name.startswith(inside)}
-        tied = {k: v for k, v in model.all_tied_weights_keys.items() if not {k, v} & top.keys()}
-        if tied:  # the embedding is on disk under its tied name
-            top.update({n: skeleton.sources[n] for pair in tied.items() for n in pair if n in skeleton.sources})
-        fill_module(model, "", self._source, top, self._device)
-        tie_filled(model, model.all_tied_weights_keys)
-        try:
-            first = skeleton.block_names[0]
-            return capture_block_inputs(
-                model,
-                skeleton.blocks,
-                self._batches,
-                self._device,
-                partial(self._filled, model.get_submodule(first), first),
-            )
-        finally:
-            release_module(model)
-            release_memory()
-
-    def _output_embedding_name(self) -> str:
-        model = self._plan.skeleton.model
-        head = model.get_output_embeddings()
-        return next((name for name, module in model.named_modules() if module is head), "lm_head")
-
-    @contextmanager
-    def _filled(self, block: nn.Module, name: str) -> Iterator[None]:
-        with self._plan.skeleton.linearized(name) as sources:
-            fill_module(block, name, self._source, sources, self._device)
-            require_filled(block, f"block {name!r}")
-            try:
-                yield
-            finally:
-                release_module(block)
-
     def _observe(
         self,
         block: nn.Module,
@@ -210,13 +164,7 @@ class BlockwiseCompressor:
         index: int,
     ) -> list[torch.Tensor]:
         """The block's outputs with its layers as they will be served: the same kernel as the reloaded model's."""
-        parts: dict[str, list[QuantizedLinear]] = {}
-        for linear in linears:  # an expert's gate and up come in the order of their rows
-            parts.setdefault(linear.module, []).append(quantized[linear.fqn])
-        model = self._plan.skeleton.model
-        forwards = {
-            model.get_submodule(name): simulated_forward(layers, self._device) for name, layers in parts.items()
-        }
+        forwards = simulated_forwards(self._plan.skeleton.model, linears, quantized, self._device)
         with swapped_forwards(forwards):
             return self._run(block, calls, index)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,19 @@ ALGORITHMS = ("rtn", "mse", "gptq", "signround")
 MOE_INPUT_SCALES = ("shared", "per_expert")
 UNSEEN_EXPERTS = ("max", "error")
 CALIBRATION_DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+# Whole numbers -> the least that makes sense.
+_COUNTS = {
+    "nsamples": 1,
+    "seqlen": 1,
+    "batch_size": 1,
+    "gradient_accumulate_steps": 1,
+    "iters": 0,
+    "seed": 0,
+    "keep_layers": 0,
+}
+# Default lr times iters. SmolLM2, block 3, 50 steps after gptq: output error 0.87 of gptq's with 1, 0.83 with 0.25.
+_TOTAL_MOVE = 0.25
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +64,8 @@ class QuantizeConfig:
         batch_size: Samples per forward.
         seed: Seed of the data order.
         iters: Steps of gradient tuning per block, after `algorithm`; 0 = none.
-        lr: First step of the tuned rounding offsets, in local FP8 steps; None = 1 / iters.
-        minmax_lr: First step of the tuned factors on the scales; None = `lr`, 0 = the scales stay.
+        lr: First step of the tuned rounding offsets, in local FP8 steps; None = 1 / (4 iters).
+        minmax_lr: First step of the tuned factors on the scales; 0 = the scales stay.
         gradient_accumulate_steps: Batches whose gradients add up before a tuning step.
         not_use_best_mse: Whether the last tuning step is kept, not the one with the least error.
         algorithm: How weights are rounded: "gptq" (error compensation), "mse" (scale search), "rtn" (to nearest), or
@@ -61,6 +75,8 @@ class QuantizeConfig:
         act_headroom: Factor on every observed input range, at least 1; powers of two cost next to nothing.
         moe_input_scale: "shared": all experts of a layer share one input scale per projection; "per_expert": own ones.
         unseen_experts: "max": an expert without calibration tokens gets the layer's largest input range; "error": stop.
+        keep_layers: How many of the most harmful layers stay in 16 bit; what engines fuse counts as one.
+        target_kl: KL to the original, on calibration tokens, to be reached with as few bytes in 16 bit as it takes.
         device: Device word: cpu, cuda, a GPU number, auto.
         calibration_dtype: dtype of the calibration forward; auto = the model's, or float32 where 16 bit is emulated.
         format: Name of the checkpoint format.
@@ -79,7 +95,7 @@ class QuantizeConfig:
     seed: int = 42
     iters: int = 0
     lr: float | None = None
-    minmax_lr: float | None = None
+    minmax_lr: float = 0.0
     gradient_accumulate_steps: int = 1
     not_use_best_mse: bool = False
     algorithm: str = "gptq"
@@ -87,6 +103,8 @@ class QuantizeConfig:
     act_headroom: float = 2.0
     moe_input_scale: str = "shared"
     unseen_experts: str = "max"
+    keep_layers: int = 0
+    target_kl: float | None = None
     device: str | int = "auto"
     calibration_dtype: str = "auto"
     format: str = "fp8_static"
@@ -96,15 +114,15 @@ class QuantizeConfig:
 
     def __post_init__(self) -> None:
         values = vars(self)
-        for name in ("nsamples", "seqlen", "batch_size", "gradient_accumulate_steps", "iters", "seed"):
-            value, least = values[name], 0 if name in ("iters", "seed") else 1
+        for name in _COUNTS:
+            value, least = values[name], _COUNTS[name]
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ConfigError(f"{name} ({value!r}) must be a whole number of at least {least}")
         if self.algorithm == "signround" and self.iters == 0:
             raise ConfigError("algorithm 'signround' is gradient tuning, but iters is 0; set iters, such as 200")
         for name in ("lr", "minmax_lr"):
             value = values[name]
-            if value is not None and not (isinstance(value, (int, float)) and 0.0 <= value <= 1.0):
+            if not (name == "lr" and value is None) and not (isinstance(value, (int, float)) and 0.0 <= value <= 1.0):
                 raise ConfigError(f"{name} ({value!r}) must be a number from 0 to 1")
         headroom = self.act_headroom
         if not isinstance(headroom, (int, float)) or isinstance(headroom, bool) or not 1.0 <= headroom <= 64.0:
@@ -119,6 +137,19 @@ class QuantizeConfig:
             value = values[name]
             if value not in accepted:
                 raise ConfigError(f"{name} {value!r} is unknown; choose from {', '.join(accepted)}")
+        self._check_target_kl()
+
+    def _check_target_kl(self) -> None:
+        target = self.target_kl
+        if target is None:
+            return
+        if not isinstance(target, (int, float)) or isinstance(target, bool) or not 0.0 < target < math.inf:
+            raise ConfigError(f"target_kl ({target!r}) must be a number above 0")
+        if self.keep_layers:
+            raise ConfigError(
+                f"keep_layers ({self.keep_layers}) and target_kl ({target}) both say how many layers stay in 16 bit; "
+                "give one of them"
+            )
 
     @property
     def quantized_inputs(self) -> bool:
@@ -130,11 +161,10 @@ class QuantizeConfig:
         """How to tune by gradients; None = not at all."""
         if self.iters == 0:
             return None
-        lr = 1.0 / self.iters if self.lr is None else self.lr
         return SignRoundSettings(
             iters=self.iters,
-            lr=lr,
-            minmax_lr=lr if self.minmax_lr is None else self.minmax_lr,
+            lr=_TOTAL_MOVE / self.iters if self.lr is None else self.lr,
+            minmax_lr=self.minmax_lr,
             batches_per_step=self.gradient_accumulate_steps,
             keep_best=not self.not_use_best_mse,
             seed=self.seed,

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import tempfile
 import time
@@ -35,6 +36,7 @@ from autoround_fp8.export import (
 )
 from autoround_fp8.formats.table import get_format
 from autoround_fp8.inference.linear import WeightFP8ActFP8StaticQuantLinear
+from autoround_fp8.mixed_precision import check_keep_layers, choose_kept_layers
 from autoround_fp8.models.linear_experts import LinearExperts
 from autoround_fp8.models.loaded_model import loaded_tensors
 from autoround_fp8.models.skeleton import build_model, build_skeleton, decoded, load_config, source_dtype
@@ -69,7 +71,10 @@ class ModelSource:
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedRun:
-    """Everything a run needs, checked: nothing but reading weights and computing is left."""
+    """Everything a run needs, checked: nothing but reading weights and computing is left.
+
+    `mixed_precision` is what the report says of layers that were chosen to stay in 16 bit, if any were to be.
+    """
 
     config: QuantizeConfig
     source: ModelSource
@@ -77,6 +82,7 @@ class PreparedRun:
     data: CalibrationData
     device: torch.device
     dtype: torch.dtype
+    mixed_precision: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,6 +156,7 @@ def prepare(config: QuantizeConfig, source: ModelSource, tokenizer: Any = None) 
     dtype = calibration_dtype(config, source_dtype(dict(source.raw_config)), has_fast_bfloat16(device))
     skeleton = build_skeleton(source.config, source.tensors.entries, dtype, trust_remote_code=config.trust_remote_code)
     plan = make_plan(config, skeleton, source.tensors, checkpoint_format)
+    check_keep_layers(config.keep_layers, plan)
     if tokenizer is None:
         tokenizer = load_tokenizer(source, trust_remote_code=config.trust_remote_code)
     data = load_calibration_data(
@@ -173,6 +180,32 @@ def prepare(config: QuantizeConfig, source: ModelSource, tokenizer: Any = None) 
         device,
     )
     return PreparedRun(config=config, source=source, plan=plan, data=data, device=device, dtype=dtype)
+
+
+def keep_harmful_layers(run: PreparedRun) -> PreparedRun:
+    """The run with the layers that `keep_layers` or `target_kl` ask for among the ignored ones; measures which.
+
+    Raises:
+        AutoRoundError: With one sentence on what is wrong.
+    """
+    config = run.config
+    if not config.keep_layers and config.target_kl is None:
+        return run
+    started = time.perf_counter()
+    result = choose_kept_layers(config, run.plan, run.source.tensors, run.data.samples, run.device)
+    config = dataclasses.replace(config, ignore_layers=(*config.ignore_layers, *result.names))
+    plan = make_plan(config, run.plan.skeleton, run.source.tensors, get_format(config.format))
+    bytes_added = plan.layout.num_bytes - run.plan.layout.num_bytes
+    logger.info(
+        "kept in 16 bit after %.1f s: %s; KL %.6f -> %.6f on %d calibration tokens, %+.1f MB",
+        time.perf_counter() - started,
+        ", ".join(result.names) or "nothing",
+        result.kl_before,
+        result.kl_after,
+        result.num_tokens,
+        bytes_added / 1e6,
+    )
+    return dataclasses.replace(run, config=config, plan=plan, mixed_precision=result.to_report(bytes_added))
 
 
 def compress(
@@ -213,6 +246,7 @@ def export_run(
     """
     started = time.perf_counter()
     target = check_output(run.config, output_dir, run.source)
+    run = keep_harmful_layers(run)
 
     def fill(sink: FormatSink) -> list[BlockReport]:
         return list(compress(run, sink, on_block).blocks)
@@ -241,7 +275,7 @@ def write_export(
 
 def make_report(run: PreparedRun, blocks: list[BlockReport], seconds: float) -> dict[str, Any]:
     """The contents of quantization_report.json: settings, data, every layer, totals. JSON values only."""
-    return {
+    report = {
         "schema": REPORT_SCHEMA,
         "version": version.__version__,
         "model": run.source.name,
@@ -263,6 +297,9 @@ def make_report(run: PreparedRun, blocks: list[BlockReport], seconds: float) -> 
             "peak_memory_bytes": peak_memory_bytes(),
         },
     }
+    if run.mixed_precision is not None:
+        report["mixed_precision"] = run.mixed_precision
+    return report
 
 
 def _open_in_memory(model: Any, tokenizer: Any) -> ModelSource:

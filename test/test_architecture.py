@@ -23,8 +23,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("cli",),
     ("autoround", "evaluation"),
     ("pipeline",),
-    ("compressor", "export", "inference"),
-    ("block_quantizer",),
+    ("compressor", "export", "inference", "mixed_precision"),
+    ("block_quantizer", "block_walk"),
     ("plan",),
     ("layer_plan",),
     ("calibration", "tuning", "formats"),
@@ -386,7 +386,7 @@ FROZEN_OPTIONS: dict[str, str] = {
     """,
     "cli/quantize.py::_add_tuning_options": """
         --act_headroom --algorithm --disable_quanted_input --enable_quanted_input --gradient_accumulate_steps --iter
-        --iters --lr --minmax_lr --moe_input_scale --not_use_best_mse --unseen_experts
+        --iters --keep_layers --lr --minmax_lr --moe_input_scale --not_use_best_mse --target_kl --unseen_experts
     """,
     "cli/quantize.py::add_quantize_parser": """
         --act_bits --act_data_type --act_group_size --batch_size --bits --bs --calibration_dtype

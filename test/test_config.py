@@ -36,7 +36,7 @@ def test_tuning_follows_from_the_steps() -> None:
     assert QuantizeConfig().tuning is None
     tuning = QuantizeConfig(iters=50, seed=3).tuning
     assert tuning is not None
-    assert (tuning.iters, tuning.lr, tuning.minmax_lr, tuning.seed, tuning.keep_best) == (50, 0.02, 0.02, 3, True)
+    assert (tuning.iters, tuning.lr, tuning.minmax_lr, tuning.seed, tuning.keep_best) == (50, 0.005, 0.0, 3, True)
     other = QuantizeConfig(iters=50, lr=0.1, minmax_lr=0.0, not_use_best_mse=True, gradient_accumulate_steps=2).tuning
     assert other is not None
     assert (other.lr, other.minmax_lr, other.keep_best, other.batches_per_step) == (0.1, 0.0, False, 2)
@@ -63,6 +63,23 @@ def test_quantised_inputs_are_the_default_of_tuning_only(wish: bool | None, iter
 def test_other_bad_values_are_named(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=rf"{name}.*{value}"):
         QuantizeConfig(**{name: value})
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, "2", True, None])
+def test_keep_layers_is_a_count(value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"keep_layers \({value!r}\) must be a whole number of at least 0"):
+        QuantizeConfig(keep_layers=value)
+
+
+@pytest.mark.parametrize("value", [0, -0.1, float("nan"), float("inf"), "0.01", True])
+def test_target_kl_is_a_positive_number(value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"target_kl .* must be a number above 0"):
+        QuantizeConfig(target_kl=value)
+
+
+def test_only_one_may_say_how_many_layers_stay() -> None:
+    with pytest.raises(ConfigError, match=r"keep_layers \(2\) and target_kl \(0.01\).*give one"):
+        QuantizeConfig(keep_layers=2, target_kl=0.01)
 
 
 def test_an_unknown_setting_is_a_type_error() -> None:

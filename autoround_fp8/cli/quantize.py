@@ -80,13 +80,15 @@ def _add_tuning_options(parser: argparse.ArgumentParser) -> None:
         "--iters", "--iter", type=int, default=0, help="steps of gradient tuning per block, after --algorithm (0)"
     )
     group.add_argument("--algorithm", default="gptq", help="gptq (default), mse, rtn, signround (needs --iters)")
-    group.add_argument("--lr", type=float, help="first step of the rounding offsets (1 / iters)")
-    group.add_argument("--minmax_lr", type=float, help="first step of the factors on scales; 0 = none (as --lr)")
+    group.add_argument("--lr", type=float, help="first step of the rounding offsets, in FP8 steps (1 / (4 iters))")
+    group.add_argument("--minmax_lr", type=float, default=0.0, help="first step of the factors on scales (0)")
     group.add_argument("--gradient_accumulate_steps", type=int, default=1, help="batches per tuning step (1)")
     group.add_argument("--not_use_best_mse", action="store_true", help="keep the last tuning step, not the best")
     group.add_argument("--act_headroom", type=float, default=2.0, help="factor on every input range (2)")
     group.add_argument("--moe_input_scale", default="shared", help="one for a layer's experts (shared), or per_expert")
     group.add_argument("--unseen_experts", default="max", help="experts without tokens: the layer's max, or error")
+    group.add_argument("--keep_layers", type=int, default=0, help="keep the N most harmful layers in 16 bit (0)")
+    group.add_argument("--target_kl", type=float, help="keep as few in 16 bit as this KL takes, nats per token")
     switch = group.add_mutually_exclusive_group()
     switch.add_argument(
         "--enable_quanted_input",
@@ -146,6 +148,8 @@ def config_from_args(args: argparse.Namespace) -> QuantizeConfig:
         act_headroom=args.act_headroom,
         moe_input_scale=args.moe_input_scale,
         unseen_experts=args.unseen_experts,
+        keep_layers=args.keep_layers,
+        target_kl=args.target_kl,
         device=args.device,
         calibration_dtype=args.calibration_dtype,
         format=get_format(args.format).name,

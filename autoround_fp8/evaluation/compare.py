@@ -23,10 +23,11 @@ from autoround_fp8.device import peak_memory_bytes, release_memory, resolve_devi
 from autoround_fp8.errors import CheckpointError, ConfigError, DataError, NumericsError
 from autoround_fp8.evaluation.block_error import BlockError, block_errors, trace_blocks
 from autoround_fp8.evaluation.comparison_report import ComparisonReport
-from autoround_fp8.evaluation.logits import LogitStream, piece_length
+from autoround_fp8.evaluation.logits import LogitStream
 from autoround_fp8.evaluation.weight_error import weight_sqnr
 from autoround_fp8.inference.load import load_model
 from autoround_fp8.models.skeleton import load_config, source_dtype
+from autoround_fp8.numerics.token_kl import kl_per_token, piece_length
 
 _TOKENIZER_FILES = {"tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "spiece.model"}
 _PROBE_TEXT = "The 7 quick brown foxes,\n\tjump! über 12.5% of the lazy dogs."
@@ -234,9 +235,7 @@ def _token_scores(
         labels = targets[piece].to(log_p.device).unsqueeze(-1)
         same = (log_p.argmax(dim=-1) == log_q.argmax(dim=-1)).float()
         nll = [-log.gather(-1, labels).squeeze(-1) for log in (log_p, log_q)]
-        # xlogy's rule: an entry whose probability underflows to 0 counts nothing, even against log q = -inf.
-        kl = torch.where(log_p > -math.inf, log_p.exp() * (log_p - log_q), 0.0).sum(dim=-1)
-        yield torch.stack([kl, same, *nll]).cpu()
+        yield torch.stack([kl_per_token(log_p, log_q), same, *nll]).cpu()
 
 
 def _document_score(scores: torch.Tensor, sides: list[_Side]) -> _DocumentScore:

@@ -15,9 +15,6 @@ from autoround_fp8.errors import UnsupportedModelError
 from autoround_fp8.models.patches import swapped_forwards
 from autoround_fp8.models.skeleton import find_blocks
 
-# Logits per piece: 64 MB in float32, and about five tensors of this size are alive at a time.
-_PIECE_ELEMENTS = 2**24
-
 
 class LogitStream:
     """One model, split at the output of its decoder.
@@ -92,8 +89,3 @@ class LogitStream:
         if issubclass(self._output_type, tuple):
             return (hidden,)
         return self._output_type(last_hidden_state=hidden)
-
-
-def piece_length(vocab_size: int) -> int:
-    """How many tokens' logits to make at a time."""
-    return max(1, _PIECE_ELEMENTS // vocab_size)

@@ -64,6 +64,8 @@ ODD_VALUES: list[tuple[list[str], str, Any]] = [
     (["--overwrite"], "overwrite", True),
     (["--ignore_layers", "o_proj, down_proj"], "ignore_layers", ("o_proj", "down_proj")),
     (["--fp_layers", "o_proj"], "ignore_layers", ("o_proj",)),
+    (["--keep_layers", "3"], "keep_layers", 3),
+    (["--target_kl", "0.01"], "target_kl", 0.01),
     (["--enable_quanted_input"], "enable_quanted_input", True),
     (["--disable_quanted_input"], "enable_quanted_input", False),
 ]
@@ -92,6 +94,9 @@ def test_schemes_reach_the_config() -> None:
         (["--iters", "200"], "iters"),
         (["--algorithm", "awq"], "awq"),
         (["--nsamples", "0"], "nsamples"),
+        (["--keep_layers", "-1"], "keep_layers"),
+        (["--target_kl", "0"], "target_kl"),
+        (["--target_kl", "0.1", "--keep_layers", "1"], "give one of them"),
         (["--format", "gguf"], "gguf"),
         (["--layer_config", "{broken"], "not valid JSON"),
         (["--layer_config", "no/such/file.json"], "neither JSON text nor a readable file"),
