@@ -52,6 +52,7 @@ class AutoRound:
         minmax_lr: First step of the tuned factors on the scales; 0 = the scales stay.
         gradient_accumulate_steps: Batches whose gradients add up before a tuning step.
         not_use_best_mse: Whether the last tuning step is kept, not the one with the least error.
+        range_probes: Whether short sequences of special and spread tokens widen the input ranges beside the data.
         act_headroom: Factor on every observed input range.
         moe_input_scale: "shared" = all experts of a layer share one input scale per projection; "per_expert".
         unseen_experts: "max" = an expert without calibration tokens gets the layer's largest input range; "error".
@@ -86,6 +87,7 @@ class AutoRound:
         minmax_lr: float = 0.0,
         gradient_accumulate_steps: int = 1,
         not_use_best_mse: bool = False,
+        range_probes: bool = True,
         act_headroom: float = 2.0,
         moe_input_scale: str = "shared",
         unseen_experts: str = "max",
@@ -111,6 +113,7 @@ class AutoRound:
             minmax_lr=minmax_lr,
             gradient_accumulate_steps=gradient_accumulate_steps,
             not_use_best_mse=not_use_best_mse,
+            range_probes=range_probes,
             act_headroom=act_headroom,
             moe_input_scale=moe_input_scale,
             unseen_experts=unseen_experts,

@@ -160,6 +160,7 @@ class BlockQuantizer:
                         input_amax=seen.amax,
                         input_scale=float(layer.input_scale),
                         num_tokens=seen.num_tokens,
+                        num_peak_tokens=seen.num_peak_tokens,
                         source=source,
                         algorithm=algorithm,
                     ),

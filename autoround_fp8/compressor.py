@@ -57,6 +57,7 @@ class BlockwiseCompressor:
         device: Where the blocks run.
         quantized_inputs: Whether a block is fed by the quantised blocks before it instead of the original ones.
         quantizer: How the layers of a block are quantised; by default rounded to nearest.
+        probes: Further batches, which go through the blocks like the others, but count for input ranges only.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class BlockwiseCompressor:
         device: torch.device,
         quantized_inputs: bool = False,
         quantizer: BlockQuantizer | None = None,
+        probes: Sequence[torch.Tensor] = (),
     ):
         self._plan = plan
         self._source = source
@@ -75,6 +77,7 @@ class BlockwiseCompressor:
         self._device = device
         self._quantized_inputs = quantized_inputs
         self._quantizer = quantizer or BlockQuantizer()
+        self._probes = probes
 
     @torch.no_grad()
     def run(self, sink: LinearSink, on_block: Callable[[BlockReport], None] = lambda report: None) -> CompressionResult:
@@ -90,9 +93,10 @@ class BlockwiseCompressor:
         """
         skeleton = self._plan.skeleton
         walk = BlockWalk(skeleton, self._source, self._device)
-        calls = walk.capture(self._batches)
+        calls = walk.capture([*self._batches, *self._probes])
         # The stream of the original blocks; without tuning nothing needs it beside the one in `calls`.
-        originals = list(calls.hidden_states) if self._quantizer.is_tuning else []
+        count = len(self._batches)
+        originals = calls.hidden_states[:count] if self._quantizer.is_tuning else []
         reports = []
         for index, name in enumerate(skeleton.block_names):
             started = time.perf_counter()
@@ -108,9 +112,9 @@ class BlockwiseCompressor:
                 quantized = self._quantizer.quantize(linears, modules, statistics)
                 tuning = None
                 if self._quantizer.is_tuning:
-                    references = outputs
+                    references = outputs[:count]
                     if self._quantized_inputs and index:
-                        references = self._run(block, calls, index, hidden_states=originals)
+                        references = self._run(block, calls, index, range(count), originals)
                     run_block = partial(self._run_with, block, calls, index)
                     quantized, tuning = self._quantizer.tune(linears, modules, list(quantized), run_block, references)
                     originals = references
@@ -137,7 +141,7 @@ class BlockwiseCompressor:
             )
             reports.append(report)
             on_block(report)
-        return CompressionResult(blocks=tuple(reports), hidden_states=calls.hidden_states)
+        return CompressionResult(blocks=tuple(reports), hidden_states=calls.hidden_states[: len(self._batches)])
 
     def _observe(
         self,
@@ -151,8 +155,11 @@ class BlockwiseCompressor:
         observer = AbsMaxObserver()
         moments = SecondMoments(self._quantizer.moment_strides(linears, num_tokens))
         with_moments = {name: modules[name] for name in self._quantizer.modules_with_moments(linears)}
+        count = len(self._batches)
         with observer.attached(modules), moments.attached(with_moments):
-            outputs = self._run(block, calls, index)
+            outputs = self._run(block, calls, index, range(count))
+        with observer.attached(modules, is_counted=False):
+            outputs += self._run(block, calls, index, range(count, len(calls.calls)))
         return BlockStatistics(ranges=observer.ranges, moments=moments), outputs
 
     def _run_quantized(
@@ -166,17 +173,18 @@ class BlockwiseCompressor:
         """The block's outputs with its layers as they will be served: the same kernel as the reloaded model's."""
         forwards = simulated_forwards(self._plan.skeleton.model, linears, quantized, self._device)
         with swapped_forwards(forwards):
-            return self._run(block, calls, index)
+            return self._run(block, calls, index, range(len(calls.calls)))
 
     def _run(
         self,
         block: nn.Module,
         calls: CapturedCalls,
         index: int,
+        batches: range,
         hidden_states: Sequence[torch.Tensor] | None = None,
     ) -> list[torch.Tensor]:
-        """The block's outputs per batch; `hidden_states` replace those that it is called with."""
-        inputs = [calls.inputs(b, index) for b in range(len(calls.calls))]
+        """The block's outputs of some batches; `hidden_states` replace those that it is called with."""
+        inputs = [calls.inputs(b, index) for b in batches]
         if hidden_states is not None:
             inputs = [replace(one, hidden_states=other) for one, other in zip(inputs, hidden_states, strict=True)]
         return [run_block(block, one, self._device) for one in inputs]

@@ -72,6 +72,7 @@ class QuantizeConfig:
             "signround": gradient tuning alone, from "rtn".
         enable_quanted_input: Whether each block is fed by the quantised blocks before it, not by the original ones;
             None = if there is gradient tuning.
+        range_probes: Whether short sequences of special and spread tokens widen the input ranges beside the data.
         act_headroom: Factor on every observed input range, at least 1; powers of two cost next to nothing.
         moe_input_scale: "shared": all experts of a layer share one input scale per projection; "per_expert": own ones.
         unseen_experts: "max": an expert without calibration tokens gets the layer's largest input range; "error": stop.
@@ -100,6 +101,7 @@ class QuantizeConfig:
     not_use_best_mse: bool = False
     algorithm: str = "gptq"
     enable_quanted_input: bool | None = None
+    range_probes: bool = True
     act_headroom: float = 2.0
     moe_input_scale: str = "shared"
     unseen_experts: str = "max"

@@ -9,7 +9,7 @@ import dataclasses
 import logging
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import torch
 from autoround_fp8 import version
 from autoround_fp8.block_quantizer import BlockQuantizer
 from autoround_fp8.calibration.dataset import CalibrationData, load_calibration_data, make_batches
+from autoround_fp8.calibration.probes import make_probes
 from autoround_fp8.checkpoint.locate import check_output_location, locate_checkpoint
 from autoround_fp8.checkpoint.reader import CheckpointReader, InMemorySource, TensorSource
 from autoround_fp8.checkpoint.source_format import open_source
@@ -42,10 +43,13 @@ from autoround_fp8.models.loaded_model import loaded_tensors
 from autoround_fp8.models.skeleton import build_model, build_skeleton, decoded, load_config, source_dtype
 from autoround_fp8.plan import QuantizationPlan, calibration_dtype, make_plan
 from autoround_fp8.records import BlockReport
+from autoround_fp8.tuning.input_ranges import OBSERVED
 
 logger = logging.getLogger(__name__)
 
 REPORT_SCHEMA = 1
+# A range that fewer tokens than this come near may well be exceeded by the next ones.
+_FEW_PEAK_TOKENS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,13 +77,15 @@ class ModelSource:
 class PreparedRun:
     """Everything a run needs, checked: nothing but reading weights and computing is left.
 
-    `mixed_precision` is what the report says of layers that were chosen to stay in 16 bit, if any were to be.
+    `probes`: token batches `[sequences, tokens]` that count for input ranges only. `mixed_precision`: what the report
+    says of layers that were chosen to stay in 16 bit, if any were to be.
     """
 
     config: QuantizeConfig
     source: ModelSource
     plan: QuantizationPlan
     data: CalibrationData
+    probes: tuple[torch.Tensor, ...]
     device: torch.device
     dtype: torch.dtype
     mixed_precision: Mapping[str, Any] | None = None
@@ -168,18 +174,29 @@ def prepare(config: QuantizeConfig, source: ModelSource, tokenizer: Any = None) 
         max_positions=skeleton.max_positions,
         vocab_size=skeleton.vocab_size,
     )
+    probes: tuple[torch.Tensor, ...] = ()
+    if config.range_probes:
+        probes = make_probes(
+            tokenizer,
+            vocab_size=skeleton.vocab_size,
+            seed=config.seed,
+            max_positions=skeleton.max_positions,
+            padding_id=skeleton.padding_id,
+        )
     logger.info(
-        "%s: %d layers in %d blocks to FP8, %d kept in 16 bit; %d samples, %d tokens; %s forward on %s",
+        "%s: %d layers in %d blocks to FP8, %d kept in 16 bit; %d samples, %d tokens, and %d probe tokens; "
+        "%s forward on %s",
         source.name,
         len(plan.quantized),
         len(plan.blocks),
         sum(len(b) for b in plan.blocks) - len(plan.quantized),
         len(data.samples),
         data.num_tokens,
+        _num_tokens(probes),
         str(dtype).removeprefix("torch."),
         device,
     )
-    return PreparedRun(config=config, source=source, plan=plan, data=data, device=device, dtype=dtype)
+    return PreparedRun(config=config, source=source, plan=plan, data=data, probes=probes, device=device, dtype=dtype)
 
 
 def keep_harmful_layers(run: PreparedRun) -> PreparedRun:
@@ -224,8 +241,22 @@ def compress(
             unseen_experts=run.config.unseen_experts,
             tuning=run.config.tuning,
         ),
+        probes=run.probes,
     )
-    return compressor.run(sink, on_block)
+    result = compressor.run(sink, on_block)
+    if few := ranges_on_few_tokens(result.blocks):
+        logger.info(
+            "the input ranges of %d layers hang on fewer than %d tokens: %s%s; more or other data may exceed them",
+            *(len(few), _FEW_PEAK_TOKENS, ", ".join(few[:3]), ", ..." if len(few) > 3 else ""),
+        )
+    return result
+
+
+def ranges_on_few_tokens(blocks: Sequence[BlockReport]) -> list[str]:
+    """Names of the layers that decide an input scale by few tokens, those with the fewest first."""
+    layers = [layer for block in blocks for layer in block.layers if layer.source == OBSERVED]
+    few = [layer for layer in layers if layer.num_peak_tokens < _FEW_PEAK_TOKENS]
+    return [layer.fqn for layer in sorted(few, key=lambda layer: layer.num_peak_tokens)]
 
 
 def check_output(config: QuantizeConfig, output_dir: str | Path, source: ModelSource) -> Path:
@@ -284,10 +315,12 @@ def make_report(run: PreparedRun, blocks: list[BlockReport], seconds: float) -> 
             "sources": list(run.data.sources),
             "samples": len(run.data.samples),
             "tokens": run.data.num_tokens,
+            "probe_tokens": _num_tokens(run.probes),
             "sha256": run.data.sha256,
             "dtype": str(run.dtype).removeprefix("torch."),
         },
         "blocks": [asdict(block) for block in blocks],
+        "ranges_on_few_tokens": ranges_on_few_tokens(blocks),
         "ignored": sorted(fqn for fqn, scheme in run.plan.exceptions.items() if not scheme.is_quantized),
         "totals": {
             "mean_weight_sqnr_db": mean_sqnr_db(blocks),
@@ -300,6 +333,10 @@ def make_report(run: PreparedRun, blocks: list[BlockReport], seconds: float) -> 
     if run.mixed_precision is not None:
         report["mixed_precision"] = run.mixed_precision
     return report
+
+
+def _num_tokens(batches: Sequence[torch.Tensor]) -> int:
+    return sum(batch.numel() for batch in batches)
 
 
 def _open_in_memory(model: Any, tokenizer: Any) -> ModelSource:

@@ -55,9 +55,10 @@ class LayerReport:
         fqn: Module name in the source checkpoint.
         shape: `(out_features, in_features)`.
         weight_sqnr_db: Signal to quantisation noise ratio of the weight in dB (inf for an exact layer).
-        input_amax: Largest absolute input value seen in calibration, in the model's units.
+        input_amax: Largest absolute input value seen in calibration, probes included, in the model's units.
         input_scale: The exported input scale.
-        num_tokens: Calibration tokens that reached the layer.
+        num_tokens: Calibration tokens that reached the layer; probe tokens do not count.
+        num_peak_tokens: Tokens, also of probes, with a value of at least half of `input_amax`; 16 = 16 or more.
         source: Where the input range came from (`tuning/input_ranges.py`).
         algorithm: What its weight was quantised by: the one asked for, or what it fell back to.
     """
@@ -68,6 +69,7 @@ class LayerReport:
     input_amax: float
     input_scale: float
     num_tokens: int
+    num_peak_tokens: int
     source: str = "observed"
     algorithm: str = "rtn"
 

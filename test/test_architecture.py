@@ -54,6 +54,7 @@ ATTRIBUTE_PROBES: dict[str, int] = {
     "__init__.py": 1,
     "calibration/chat_text.py": 1,
     "calibration/data_rows.py": 1,
+    "calibration/probes.py": 1,
     "calibration/record_encoder.py": 3,
     "cli/main.py": 2,
     "cli/quantize.py": 2,
@@ -385,8 +386,9 @@ FROZEN_OPTIONS: dict[str, str] = {
         --version
     """,
     "cli/quantize.py::_add_tuning_options": """
-        --act_headroom --algorithm --disable_quanted_input --enable_quanted_input --gradient_accumulate_steps --iter
-        --iters --keep_layers --lr --minmax_lr --moe_input_scale --not_use_best_mse --target_kl --unseen_experts
+        --act_headroom --algorithm --disable_quanted_input --disable_range_probes --enable_quanted_input
+        --gradient_accumulate_steps --iter --iters --keep_layers --lr --minmax_lr --moe_input_scale
+        --not_use_best_mse --target_kl --unseen_experts
     """,
     "cli/quantize.py::add_quantize_parser": """
         --act_bits --act_data_type --act_group_size --batch_size --bits --bs --calibration_dtype

@@ -52,7 +52,7 @@ def test_an_unknown_keyword_is_a_type_error(keyword: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"iters": 200}, "iters"),
+        ({"iters": -1}, "iters"),
         ({"scheme": "W4A16"}, "W4A16"),
         ({"scheme": {"bits": 4}}, r"bits \(4\)"),
         ({"scheme": {"group_size": 128}}, r"group_size \(128\)"),

@@ -30,7 +30,7 @@ ROWS = torch.randint(4, VOCAB_SIZE, (3, 16), generator=torch.Generator().manual_
 def prepared(model: Any, tokenizer: Any = None, **settings: Any) -> Any:
     trust = settings.get("trust_remote_code", False)
     config = QuantizeConfig(**{"dataset": ROWS, "device": "cpu", "batch_size": 2, **settings})
-    return prepare(config, open_model(model, tokenizer, trust_remote_code=trust))
+    return prepare(config, open_model(model, tokenizer, trust_remote_code=trust), tokenizer)
 
 
 def export(model: Any, out: Path, tokenizer: Any = None, **settings: Any) -> Path:
@@ -188,10 +188,12 @@ def test_an_untied_head_keeps_both_tensors(tmp_path: Path) -> None:
 def test_a_model_in_memory_gives_the_same_tensors_as_its_folder(
     tmp_path: Path, family: str, overrides: dict[str, Any]
 ) -> None:
-    from_path = export(save_tiny_model(tmp_path / "source", family, **overrides), tmp_path / "one")
+    source = save_tiny_model(tmp_path / "source", family, **overrides)
+    from_path = export(source, tmp_path / "one")
     model = tiny_model(family, **overrides)
     assert not model.name_or_path
-    from_memory = export(model, tmp_path / "two", tiny_tokenizer())
+    # The folder's own, as transformers may load a tokenizer as another class than it was saved from.
+    from_memory = export(model, tmp_path / "two", load_tokenizer(open_model(source)))
     assert_same_tensors(from_path, from_memory)
     assert torch.equal(logits(load_quantized_model(from_path)), logits(load_quantized_model(from_memory)))
 
@@ -308,7 +310,7 @@ def test_inference_mode_makes_no_difference(tmp_path: Path) -> None:
     source = save_tiny_model(tmp_path / "source")
     with torch.inference_mode():
         wrapped = export(source, tmp_path / "wrapped")
-        in_memory = export(tiny_model(), tmp_path / "in_memory")
+        in_memory = export(tiny_model(), tmp_path / "in_memory", tiny_tokenizer())
     plain = export(source, tmp_path / "plain")
     assert_same_tensors(plain, wrapped)
     assert_same_tensors(plain, in_memory)
@@ -321,9 +323,31 @@ def test_the_report_says_what_was_done(tmp_path: Path) -> None:
     report = json.loads((summary.folder / "quantization_report.json").read_text())
     assert report["ignored"] == [f"model.layers.{i}.mlp.down_proj" for i in (0, 1)]
     assert report["calibration"]["tokens"] == ROWS.numel()
+    assert report["calibration"]["probe_tokens"] == 512
+    assert report["ranges_on_few_tokens"] == []
     assert len([layer for block in report["blocks"] for layer in block["layers"]]) == 12
     assert report["totals"]["export_bytes"] == (summary.folder / "model.safetensors").stat().st_size
     assert set(report["files"]) == {p.name for p in summary.folder.iterdir()}
+
+
+def test_ranges_that_hang_on_few_tokens_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny_model()
+    model.model.embed_tokens.weight.data[:, 3] = 0.0
+    model.model.embed_tokens.weight.data[ROWS[1, 5], 3] = 100.0
+    times = int(torch.eq(ROWS, ROWS[1, 5]).sum())
+    assert times < 4
+    with caplog.at_level("INFO", logger="autoround_fp8"):
+        summary = export_run(prepared(model, range_probes=False), tmp_path / "out")
+    layers = {layer["fqn"]: layer for block in summary.report["blocks"] for layer in block["layers"]}
+    named = summary.report["ranges_on_few_tokens"]
+    assert named == sorted((n for n, v in layers.items() if v["num_peak_tokens"] < 4), key=named.index)
+    counts = [layers[name]["num_peak_tokens"] for name in named]
+    assert counts == sorted(counts)
+    assert layers["model.layers.0.self_attn.q_proj"]["num_peak_tokens"] == times
+    assert "model.layers.0.self_attn.q_proj" in named
+    (line,) = [message for message in caplog.messages if "hang on fewer than 4 tokens" in message]
+    assert line.startswith(f"the input ranges of {len(named)} layers hang")
+    assert named[0] in line
 
 
 def test_files_are_safetensors_of_transformers_kind(tmp_path: Path) -> None:

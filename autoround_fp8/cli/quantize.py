@@ -85,6 +85,9 @@ def _add_tuning_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--gradient_accumulate_steps", type=int, default=1, help="batches per tuning step (1)")
     group.add_argument("--not_use_best_mse", action="store_true", help="keep the last tuning step, not the best")
     group.add_argument("--act_headroom", type=float, default=2.0, help="factor on every input range (2)")
+    group.add_argument(
+        "--disable_range_probes", action="store_true", help="input ranges from the samples alone, without probe tokens"
+    )
     group.add_argument("--moe_input_scale", default="shared", help="one for a layer's experts (shared), or per_expert")
     group.add_argument("--unseen_experts", default="max", help="experts without tokens: the layer's max, or error")
     group.add_argument("--keep_layers", type=int, default=0, help="keep the N most harmful layers in 16 bit (0)")
@@ -145,6 +148,7 @@ def config_from_args(args: argparse.Namespace) -> QuantizeConfig:
         not_use_best_mse=args.not_use_best_mse,
         algorithm=args.algorithm,
         enable_quanted_input=args.enable_quanted_input,
+        range_probes=not args.disable_range_probes,
         act_headroom=args.act_headroom,
         moe_input_scale=args.moe_input_scale,
         unseen_experts=args.unseen_experts,

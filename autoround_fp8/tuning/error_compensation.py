@@ -2,8 +2,6 @@
 
 The method is GPTQ's (Frantar et al., 2022, arXiv:2210.17323), with columns in the order of their inputs' size. What
 matters of the calibration data is the second moment of the layer's input; layers with one input share its factor.
-Coordinate descent follows (as in QuantEase, Behdin et al., 2023, arXiv:2309.01885): compensation is greedy, so the
-first columns do not know of the errors that were left in the last ones.
 """
 
 from __future__ import annotations
@@ -27,13 +25,11 @@ class CompensationFactor:
 
     Attributes:
         order: Columns in the order they are rounded, `[in]`.
-        moment: Damped second moment in that order, its diagonal's mean about 1, float32 `[in, in]`.
-        upper: Upper Cholesky factor of its inverse, float32 `[in, in]`.
+        upper: Upper Cholesky factor of the inverse second moment in that order, float32 `[in, in]`.
         column_weights: Diagonal of the second moment in the original order, float32 `[in]`, mean 1.
     """
 
     order: torch.Tensor
-    moment: torch.Tensor
     upper: torch.Tensor
     column_weights: torch.Tensor
 
@@ -54,27 +50,24 @@ def factorise(moment: torch.Tensor) -> CompensationFactor | None:
         if not bool(failed):
             upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
             if not bool(failed) and bool(torch.isfinite(upper).all()):
-                return CompensationFactor(order=order, moment=damped, upper=upper, column_weights=diagonal / mean)
+                return CompensationFactor(order=order, upper=upper, column_weights=diagonal / mean)
         damping *= 10.0
     return None
 
 
-def compensate(weight: torch.Tensor, scale: torch.Tensor, factor: CompensationFactor, sweeps: int = 1) -> torch.Tensor:
+def compensate(weight: torch.Tensor, scale: torch.Tensor, factor: CompensationFactor) -> torch.Tensor:
     """Codes of a weight.
 
     Args:
         weight: `[out, in]`, finite.
         scale: Float32 `[out, 1]` or `[1]`.
         factor: Of the layer's input.
-        sweeps: Passes of coordinate descent after the compensation.
 
     Returns:
         float8_e4m3fn `[out, in]`.
     """
     wanted = (weight.float() / scale)[:, factor.order].t().contiguous()  # a column of the weight is a row here
     values = _compensated(wanted, factor.upper)
-    for _ in range(sweeps):
-        _descend(values, wanted, factor.moment)
     codes = torch.empty(values.shape, dtype=FP8_DTYPE, device=weight.device)
     codes.view(torch.uint8)[factor.order] = values.to(FP8_DTYPE).view(torch.uint8)  # FP8 cannot be indexed everywhere
     return codes.t().contiguous()
@@ -98,25 +91,3 @@ def _compensated(wanted: torch.Tensor, upper: torch.Tensor) -> torch.Tensor:
         if end < num_columns:
             rest[end:].addmm_(upper[start:end, end:].t(), errors, alpha=-1.0)
     return rest
-
-
-def _descend(values: torch.Tensor, wanted: torch.Tensor, moment: torch.Tensor) -> None:
-    """Gives every row of `values` `[in, out]` in turn the codes that are best while all others stay; in place.
-
-    The error that counts is `(values - wanted)^T moment (values - wanted)`; no row's change lets it grow.
-    """
-    num_columns = values.shape[0]
-    errors = values - wanted
-    for start in range(0, num_columns, _BLOCK):
-        end = min(start + _BLOCK, num_columns)
-        inner = moment[start:end, start:end]
-        diagonal = inner.diagonal().tolist()
-        slopes = moment[start:end] @ errors
-        for i in range(end - start):
-            best = torch.sub(values[start + i], slopes[i], alpha=1.0 / diagonal[i]).clamp_(-FP8_MAX, FP8_MAX)
-            best = round_to_fp8(best)
-            change = best - values[start + i]
-            values[start + i] = best
-            errors[start + i] += change
-            if i + 1 < end - start:
-                slopes[i + 1 :].addr_(inner[i, i + 1 :], change)

@@ -68,6 +68,7 @@ ODD_VALUES: list[tuple[list[str], str, Any]] = [
     (["--target_kl", "0.01"], "target_kl", 0.01),
     (["--enable_quanted_input"], "enable_quanted_input", True),
     (["--disable_quanted_input"], "enable_quanted_input", False),
+    (["--disable_range_probes"], "range_probes", False),
 ]
 
 
@@ -91,7 +92,7 @@ def test_schemes_reach_the_config() -> None:
         (["--act_bits", "16"], r"act_bits \(16\)"),
         (["--data_type", "int"], "data_type"),
         (["--scheme", "W4A16"], "W4A16"),
-        (["--iters", "200"], "iters"),
+        (["--iters", "-1"], "iters"),
         (["--algorithm", "awq"], "awq"),
         (["--nsamples", "0"], "nsamples"),
         (["--keep_layers", "-1"], "keep_layers"),
@@ -127,7 +128,7 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Pat
         (["./no_such_folder", "--output_dir", out], 1, "no_such_folder"),
         ([str(tmp_path), "--output_dir", out], 1, "config.json"),
         ([model, "--output_dir", out, "--bits", "4"], 2, "bits (4)"),
-        ([model, "--output_dir", out, "--iters", "200"], 2, "iters (200)"),
+        ([model, "--output_dir", out, "--iters", "-1"], 2, "iters (-1)"),
         ([model, "--output_dir", out, "--device", "cuda:77"], 2, "cuda:77"),
         ([model, "--output_dir", out, "--device", "0,1"], 2, "several devices"),
         ([model, "--output_dir", model], 2, "source model"),
@@ -186,6 +187,7 @@ def report(name: str, *sqnr: float) -> BlockReport:
             input_amax=1.0,
             input_scale=1.0,
             num_tokens=1,
+            num_peak_tokens=1,
         )
         for i, value in enumerate(sqnr)
     )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 
@@ -57,29 +55,7 @@ def test_it_is_column_by_column_elimination() -> None:
         error = (rest[:, i] - expected[:, order[i]]) / inverse[0, 0]
         rest[:, i:] -= error[:, None] * inverse[0]
         inverse = (inverse - torch.outer(inverse[:, 0], inverse[0]) / inverse[0, 0])[1:, 1:]
-    assert (compensate(weight, scale, factor, sweeps=0).float() == expected).double().mean() > 0.99
-
-
-def test_coordinate_descent_only_lowers_the_error_and_ends_where_no_single_code_can() -> None:
-    weight, scale, x = made(rows=6, features=150)
-    factor = factorise(x.t() @ x)
-    assert factor is not None
-
-    def error(codes: torch.Tensor) -> torch.Tensor:
-        rest = (codes.float() - weight / scale)[:, factor.order].double()
-        return ((rest @ factor.moment.double()) * rest).sum(1)
-
-    found = [error(compensate(weight, scale, factor, sweeps=n)) for n in (0, 1, 2, 30)]
-    for worse, better in itertools.pairwise(found):
-        assert bool((better <= worse * (1 + 1e-5)).all())
-    assert float((found[1] / found[0]).mean()) < 0.99
-    last = compensate(weight, scale, factor, sweeps=30)
-    for column in range(0, 150, 7):
-        for other in (-1, 1):
-            changed = last.clone()
-            changed.view(torch.uint8)[:, column] = (last.view(torch.uint8)[:, column].int() + other).to(torch.uint8)
-            valid = changed[:, column].float().isfinite()
-            assert bool((error(changed) >= error(last) * (1 - 1e-5))[valid].all())
+    assert (compensate(weight, scale, factor).float() == expected).double().mean() > 0.99
 
 
 def test_independent_inputs_leave_nearest_rounding() -> None:
