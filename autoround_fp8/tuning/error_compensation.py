@@ -12,8 +12,8 @@ import torch
 
 from autoround_fp8.numerics.fp8 import FP8_DTYPE, FP8_MAX, round_to_fp8
 
-# Columns rounded before their errors are taken to the rest in one product.
-_BLOCK = 128
+# Columns rounded before their errors are taken to the rest in one product; more of them do not stay in the cache.
+_BLOCK = 32
 # Of the mean of the diagonal: what is added to it, so that the factor exists.
 _DAMPING = 0.003
 _MAX_DAMPING = 1.0
@@ -46,10 +46,13 @@ def factorise(moment: torch.Tensor) -> CompensationFactor | None:
     while damping <= _MAX_DAMPING:
         damped = permuted.clone()
         damped.diagonal().add_(damping)
-        lower, failed = torch.linalg.cholesky_ex(damped)
+        # The inverse of an upper factor of a matrix, U in M = U U^T, is the upper Cholesky factor of its inverse. Such
+        # a factor is the lower Cholesky factor of the matrix in reverse order, in reverse order.
+        lower, failed = torch.linalg.cholesky_ex(damped.flip(0, 1))
         if not bool(failed):
-            upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
-            if not bool(failed) and bool(torch.isfinite(upper).all()):
+            identity = torch.eye(len(damped), dtype=damped.dtype, device=damped.device)
+            upper = torch.linalg.solve_triangular(lower.flip(0, 1), identity, upper=True)
+            if bool(torch.isfinite(upper).all()):
                 return CompensationFactor(order=order, upper=upper, column_weights=diagonal / mean)
         damping *= 10.0
     return None
