@@ -31,14 +31,14 @@ class TunableWeight:
     ):
         start = codes.float()
         up, down = fp8_step(start), fp8_step(start * (1.0 - 2.0**-5))  # below a power of two the steps are half as long
-        low = start - _INSIDE * torch.where(start > 0, down, up)
-        high = start + _INSIDE * torch.where(start < 0, down, up)
+        below, above = torch.where(start > 0, down, up), torch.where(start < 0, down, up)
         self._base = weight.float() / scale
-        # Error compensation moves codes off the nearest ones. Put at the edge of their cells, all these would go back at
-        # the first step, and put in the middle all would move at one later step: so they are spread over the cell.
-        is_outside = (self._base < low) | (self._base > high)
+        # Error compensation moves codes off the nearest ones. Put at the edge of their cells, all these would go back
+        # at the first step, and put in the middle all would move at one later step: so they are spread over the cell.
+        is_nearest = (self._base >= start - 0.5 * below) & (self._base <= start + 0.5 * above)
         spread = torch.rand(start.shape, generator=generator).to(start.device)
-        self._base = torch.where(is_outside, low + (high - low) * spread, self._base)
+        self._base = torch.where(is_nearest, self._base, start - 0.5 * below + 0.5 * (below + above) * spread)
+        self._base.clamp_(start - _INSIDE * below, start + _INSIDE * above)
         self._steps = fp8_step(self._base)
         self._scale = scale
         self.offset = torch.zeros_like(self._base)

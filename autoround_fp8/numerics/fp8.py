@@ -83,6 +83,21 @@ def round_to_fp8(x: torch.Tensor) -> torch.Tensor:
     return magnitude.add_(magic).sub_(magic).copysign_(x)
 
 
+def round_to_four_bits(x: torch.Tensor) -> torch.Tensor:
+    """Rounds to four significant bits, half to even, in three passes (Dekker, 1971): a cheaper `round_to_fp8`.
+
+    Within +-448 that is FP8's rounding but for its subnormals, values below 2**-6, which stay closer to `x`.
+
+    Args:
+        x: Float32, any shape, below 2**106.
+
+    Returns:
+        Float32 of the same shape.
+    """
+    scaled = x * (2.0**20 + 1.0)
+    return scaled - (scaled - x)
+
+
 def fp8_step(x: torch.Tensor) -> torch.Tensor:
     """Distance from `|x|` to the next larger value that an FP8 E4M3FN code stands for, had it no largest value.
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from autoround_fp8.numerics.fp8 import FP8_DTYPE, FP8_MAX, round_to_fp8
+from autoround_fp8.numerics.fp8 import FP8_DTYPE, FP8_MAX, round_to_four_bits
 
 # Columns rounded before their errors are taken to the rest in one product; more of them do not stay in the cache.
 _BLOCK = 32
@@ -41,21 +41,32 @@ def factorise(moment: torch.Tensor) -> CompensationFactor | None:
     if not 0.0 < mean < float("inf"):
         return None
     order = torch.argsort(diagonal, descending=True)
-    permuted = moment[order][:, order] / mean
+    permuted = moment[order][:, order].div_(mean)
+    sizes = permuted.diagonal().clone()
     damping = _DAMPING
     while damping <= _MAX_DAMPING:
-        damped = permuted.clone()
-        damped.diagonal().add_(damping)
-        # The inverse of an upper factor of a matrix, U in M = U U^T, is the upper Cholesky factor of its inverse. Such
-        # a factor is the lower Cholesky factor of the matrix in reverse order, in reverse order.
-        lower, failed = torch.linalg.cholesky_ex(damped.flip(0, 1))
-        if not bool(failed):
-            identity = torch.eye(len(damped), dtype=damped.dtype, device=damped.device)
-            upper = torch.linalg.solve_triangular(lower.flip(0, 1), identity, upper=True)
-            if bool(torch.isfinite(upper).all()):
-                return CompensationFactor(order=order, upper=upper, column_weights=diagonal / mean)
+        permuted.diagonal().copy_(sizes + damping)
+        upper = _inverse_factor(permuted)
+        if upper is not None:
+            return CompensationFactor(order=order, upper=upper, column_weights=diagonal / mean)
         damping *= 10.0
     return None
+
+
+def _inverse_factor(matrix: torch.Tensor) -> torch.Tensor | None:
+    """Upper Cholesky factor of a matrix's inverse; None if the matrix is too near to singular.
+
+    It is the inverse of the upper U in `matrix = U U^T`, and U is the lower Cholesky factor of the matrix in reverse
+    order, in reverse order.
+    """
+    lower, failed = torch.linalg.cholesky_ex(matrix.flip(0, 1))
+    if bool(failed):
+        return None
+    factor = lower.flip(0, 1)
+    del lower
+    identity = torch.eye(len(factor), dtype=factor.dtype, device=factor.device)
+    inverse = torch.linalg.solve_triangular(factor, identity, upper=True)
+    return inverse if bool(torch.isfinite(inverse).all()) else None
 
 
 def compensate(weight: torch.Tensor, scale: torch.Tensor, factor: CompensationFactor) -> torch.Tensor:
@@ -77,7 +88,10 @@ def compensate(weight: torch.Tensor, scale: torch.Tensor, factor: CompensationFa
 
 
 def _compensated(wanted: torch.Tensor, upper: torch.Tensor) -> torch.Tensor:
-    """Rounds `[in, out]` row by row; what a row loses, the rows after it make up for. Values of codes, float32."""
+    """Rounds `[in, out]` row by row; what a row loses, the rows after it make up for.
+
+    Returns float32 values of codes, but for subnormal ones, which the cast to FP8 still has to round.
+    """
     num_columns, num_rows = wanted.shape
     rest = wanted.clone()
     for start in range(0, num_columns, _BLOCK):
@@ -86,7 +100,7 @@ def _compensated(wanted: torch.Tensor, upper: torch.Tensor) -> torch.Tensor:
         diagonal = inner.diagonal().tolist()
         errors = torch.empty(end - start, num_rows, device=wanted.device)
         for i in range(end - start):
-            rounded = round_to_fp8(rest[start + i].clamp(-FP8_MAX, FP8_MAX))
+            rounded = round_to_four_bits(rest[start + i].clamp(-FP8_MAX, FP8_MAX))
             torch.sub(rest[start + i], rounded, out=errors[i]).div_(diagonal[i])
             rest[start + i] = rounded
             if i + 1 < end - start:

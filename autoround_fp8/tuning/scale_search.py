@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from autoround_fp8.numerics.fp8 import amax_to_scale, round_up_to_bfloat16
+from autoround_fp8.numerics.fp8 import amax_to_scale, round_to_four_bits, round_up_to_bfloat16
 from autoround_fp8.numerics.granularity import PER_TENSOR, weight_amax
 from autoround_fp8.schemes import QuantizationScheme
 
@@ -56,23 +56,14 @@ def _candidates(smallest: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _row_errors(weight: torch.Tensor, scale: torch.Tensor, column_weights: torch.Tensor | None) -> torch.Tensor:
-    """Squared error of each row, float32 `[out]`."""
-    errors = torch.empty(weight.shape[0], device=weight.device)
+    """Squared error of each row, float64 `[out]`: squares of a scale may leave float32."""
+    errors = torch.empty(weight.shape[0], dtype=torch.float64, device=weight.device)
     length = max(1, _STRIP_ELEMENTS // max(1, weight.shape[1]))
     for start in range(0, weight.shape[0], length):
         rows, steps = weight[start : start + length].float(), scale[start : start + length]
         values = rows / steps
-        error = _round_to_four_bits(values).sub_(values).square_()
+        # No value is beyond FP8's largest, and errors of subnormals are below a thousandth of a scale.
+        error = round_to_four_bits(values).sub_(values).square_()
         total = error.sum(1) if column_weights is None else error @ column_weights
-        errors[start : start + length] = total * steps.squeeze(1).square()
+        errors[start : start + length] = total.double() * steps.squeeze(1).double().square()
     return errors
-
-
-def _round_to_four_bits(x: torch.Tensor) -> torch.Tensor:
-    """Rounds to four significant bits, as FP8 has them, in three passes (Dekker, 1971).
-
-    That is FP8's rounding but for its subnormals. Their errors are below a thousandth of a scale, and nothing here is
-    above FP8's largest value: no candidate is smaller than the scale that just holds the largest weight.
-    """
-    scaled = x * (2.0**20 + 1.0)
-    return scaled - (scaled - x)

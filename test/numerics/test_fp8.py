@@ -11,7 +11,10 @@ from autoround_fp8.numerics.fp8 import (
     amax_to_scale,
     decode_fp8,
     dequantize_fp8,
+    fp8_step,
     quantize_fp8,
+    round_to_four_bits,
+    round_to_fp8,
     round_up_to_bfloat16,
     sqnr_db,
 )
@@ -176,3 +179,20 @@ def test_sqnr_of_known_values() -> None:
 def test_sqnr_does_not_depend_on_the_magnitude(magnitude: float) -> None:
     reference = torch.full((8,), magnitude)
     assert sqnr_db(reference, reference * 0.5) == pytest.approx(20 * math.log10(2), abs=0.01)
+
+
+def test_the_step_is_the_distance_to_the_next_code() -> None:
+    codes = torch.arange(0x7E, dtype=torch.uint8)  # 0 to the largest value but one
+    values, following = (decode_fp8(bits.view(FP8_DTYPE)) for bits in (codes, codes + 1))
+    assert torch.equal(fp8_step(values), following - values)
+    assert torch.equal(fp8_step(-values), following - values)
+    assert float(fp8_step(torch.tensor([448.0]))) == 32.0
+
+
+def test_four_bits_are_what_fp8_has_but_for_subnormals() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.rand(20_000, generator=generator).mul_(440.0).sub_(220.0)
+    x = torch.cat([x, x * 2.0**-8, torch.tensor([17.0, 19.0, -17.0, 432.0, 448.0, 0.0])])
+    normal = x.abs() >= 2.0**-6
+    assert torch.equal(round_to_four_bits(x)[normal], round_to_fp8(x)[normal])
+    assert float((round_to_four_bits(x) - x)[~normal].abs().max()) < 2.0**-10
