@@ -61,7 +61,7 @@ class BlockwiseCompressor:
     Args:
         plan: What to do.
         source: The checkpoint's tensors.
-        batches: Calibration token ids, each `[batch, tokens]`, without padding.
+        batches: Calibration token ids, each `[batch, tokens]`, without padding; none if no layer needs any.
         device: Where the blocks run.
         quantized_inputs: Whether a block is fed by the quantised blocks before it instead of the original ones.
         quantizer: How the layers of a block are quantised; by default rounded to nearest.
@@ -135,6 +135,8 @@ class BlockwiseCompressor:
 
     def _capture(self) -> CapturedCalls:
         """Runs the part in front of the blocks; it is in memory only for that time."""
+        if not self._batches:
+            return CapturedCalls()
         skeleton = self._plan.skeleton
         model = skeleton.model
         fill_computed_buffers(model, self._device)
@@ -217,7 +219,7 @@ def simulated_forward(
         (
             layer.weight.to(device),
             layer.weight_scale.to(device),
-            layer.input_scale.to(device),
+            None if layer.input_scale is None else layer.input_scale.to(device),
             None if layer.bias is None else layer.bias.to(device),
         )
         for layer in layers

@@ -37,7 +37,7 @@ class QuantizeConfig:
         unseen_experts: "max": an expert without calibration tokens gets the layer's largest input range; "error": stop.
         device: Device word: cpu, cuda, a GPU number, auto.
         calibration_dtype: dtype of the calibration forward; auto = the model's, or float32 where 16 bit is emulated.
-        format: Name of the checkpoint format.
+        format: Name of the checkpoint format, or of several, comma list.
         max_shard_size: Largest shard, such as 5GB.
         overwrite: Whether an earlier export in the target may be replaced.
         trust_remote_code: Whether code from the model's folder may run.

@@ -33,12 +33,19 @@ from autoround_fp8.export import (
     exported_config,
     quantization_config_file,
 )
-from autoround_fp8.formats.table import get_format
+from autoround_fp8.formats.table import get_formats
 from autoround_fp8.inference.linear import WeightFP8ActFP8StaticQuantLinear
 from autoround_fp8.models.linear_experts import LinearExperts
 from autoround_fp8.models.loaded_model import loaded_tensors
-from autoround_fp8.models.skeleton import build_model, build_skeleton, decoded, load_config, source_dtype
-from autoround_fp8.plan import QuantizationPlan, calibration_dtype, make_plan
+from autoround_fp8.models.skeleton import (
+    Skeleton,
+    build_model,
+    build_skeleton,
+    decoded,
+    load_config,
+    source_dtype,
+)
+from autoround_fp8.plan import PlannedExport, QuantizationPlan, calibration_dtype, make_plan
 from autoround_fp8.records import BlockReport
 
 logger = logging.getLogger(__name__)
@@ -84,12 +91,14 @@ class ExportSummary:
     """What a finished export looks like.
 
     Attributes:
-        folder: Where it is.
+        folder: Where it is; of several formats, the first one's.
         report: Contents of its quantization_report.json.
+        folders: Format -> where it is.
     """
 
     folder: Path
     report: Mapping[str, Any]
+    folders: Mapping[str, Path]
 
 
 def open_model(model: Any, tokenizer: Any = None, *, trust_remote_code: bool = False) -> ModelSource:
@@ -145,22 +154,16 @@ def prepare(config: QuantizeConfig, source: ModelSource, tokenizer: Any = None) 
     Raises:
         AutoRoundError: With one sentence on what is wrong; nothing was written.
     """
-    checkpoint_format = get_format(config.format)
+    formats = get_formats(config.format)
     device = resolve_device(config.device)
     dtype = calibration_dtype(config, source_dtype(dict(source.raw_config)), has_fast_bfloat16(device))
     skeleton = build_skeleton(source.config, source.tensors.entries, dtype, trust_remote_code=config.trust_remote_code)
-    plan = make_plan(config, skeleton, source.tensors, checkpoint_format)
-    if tokenizer is None:
-        tokenizer = load_tokenizer(source, trust_remote_code=config.trust_remote_code)
-    data = load_calibration_data(
-        config.dataset,
-        tokenizer,
-        nsamples=config.nsamples,
-        seqlen=config.seqlen,
-        seed=config.seed,
-        max_positions=skeleton.max_positions,
-        vocab_size=skeleton.vocab_size,
-    )
+    plan = make_plan(config, skeleton, source.tensors, *formats)
+    if plan.needs_calibration:
+        data = _load_data(config, source, skeleton, tokenizer)
+    else:
+        data = CalibrationData(samples=(), sources=(), sha256="")
+        _report_without_data(config)
     logger.info(
         "%s: %d layers in %d blocks to FP8, %d kept in 16 bit; %d samples, %d tokens; %s forward on %s",
         source.name,
@@ -173,6 +176,28 @@ def prepare(config: QuantizeConfig, source: ModelSource, tokenizer: Any = None) 
         device,
     )
     return PreparedRun(config=config, source=source, plan=plan, data=data, device=device, dtype=dtype)
+
+
+def _load_data(config: QuantizeConfig, source: ModelSource, skeleton: Skeleton, tokenizer: Any) -> CalibrationData:
+    if tokenizer is None:
+        tokenizer = load_tokenizer(source, trust_remote_code=config.trust_remote_code)
+    return load_calibration_data(
+        config.dataset,
+        tokenizer,
+        nsamples=config.nsamples,
+        seqlen=config.seqlen,
+        seed=config.seed,
+        max_positions=skeleton.max_positions,
+        vocab_size=skeleton.vocab_size,
+    )
+
+
+def _report_without_data(config: QuantizeConfig) -> None:
+    """Says what has no effect, as all inputs get their scales on the fly."""
+    if not isinstance(config.dataset, str) or config.dataset != QuantizeConfig().dataset:
+        logger.warning("dataset has no effect: dynamic inputs need no calibration data, so none is read")
+    if config.algorithm not in ("rtn", "mse"):
+        logger.info("algorithm mse, not %s, which needs calibration data: dynamic inputs need none", config.algorithm)
 
 
 def compress(
@@ -194,56 +219,80 @@ def compress(
     return compressor.run(sink, on_block)
 
 
-def check_output(config: QuantizeConfig, output_dir: str | Path, source: ModelSource) -> Path:
-    """Checks early that an output folder may be written to; `CheckpointWriter` checks again with all file names."""
+def check_output(config: QuantizeConfig, output_dir: str | Path, source: ModelSource) -> dict[str, Path]:
+    """Checks early that an output folder may be written to; `CheckpointWriter` checks again with all file names.
+
+    Returns:
+        Format -> its folder: `output_dir` itself, or `output_dir/FORMAT` for each of several formats.
+    """
     target = Path(output_dir).expanduser()
-    check_output_location(target, source.folder)
-    check_target(target, set(source.side_files), overwrite=config.overwrite)
-    return target
+    names = [f.name for f in get_formats(config.format)]
+    folders = {name: target if len(names) == 1 else target / name for name in names}
+    for folder in folders.values():
+        check_output_location(folder, source.folder)
+        check_target(folder, set(source.side_files), overwrite=config.overwrite)
+    return folders
 
 
 def export_run(
     run: PreparedRun, output_dir: str | Path, on_block: Callable[[BlockReport], None] = lambda report: None
 ) -> ExportSummary:
-    """Quantises and writes the checkpoint; it appears only when it is complete.
+    """Quantises and writes the checkpoint, or one per format; each appears only when all are complete.
 
     Raises:
         AutoRoundError: With one sentence on what is wrong; nothing is left behind, nothing of the user's is touched.
     """
     started = time.perf_counter()
-    target = check_output(run.config, output_dir, run.source)
 
     def fill(sink: FormatSink) -> list[BlockReport]:
         return list(compress(run, sink, on_block).blocks)
 
-    return write_export(run, target, fill, started)
+    return write_export(run, output_dir, fill, started)
 
 
 def write_export(
-    run: PreparedRun, target: Path, fill: Callable[[FormatSink], list[BlockReport]], started: float
+    run: PreparedRun, output_dir: str | Path, fill: Callable[[FormatSink], list[BlockReport]], started: float
 ) -> ExportSummary:
     """Writes an export whose quantised layers `fill` puts into the sink it is given."""
-    checkpoint_format = get_format(run.config.format)
-    config = exported_config(run.source.raw_config, run.plan, checkpoint_format, run.config.scheme)
-    side_files = {**run.source.side_files, QUANT_CONFIG_FILE: quantization_config_file(config)}
-    writer = CheckpointWriter(target, run.plan.layout, side_files, overwrite=run.config.overwrite)
+    folders = check_output(run.config, output_dir, run.source)
+    writers: list[tuple[CheckpointWriter, PlannedExport]] = []
+    reports: list[dict[str, Any]] = []
     try:
-        blocks = fill(FormatSink(writer, checkpoint_format))
-        writer.copy_rest(run.source.tensors)
-        report = make_report(run, blocks, time.perf_counter() - started)
-        writer.finish(config, report)
+        for export in run.plan.exports:
+            twin = next((writer for writer, other in writers if other.layout == export.layout), None)
+            writers.append((_open_writer(run, export, folders[export.format.name], twin), export))
+        own = [(writer, export) for writer, export in writers if not writer.is_twin]
+        blocks = fill(FormatSink(*((writer, export.format) for writer, export in own)))
+        for writer, _ in own:
+            writer.copy_rest(run.source.tensors)
+        seconds = time.perf_counter() - started
+        for writer, export in writers:
+            reports.append(make_report(run, export, blocks, seconds))
+            writer.finish(exported_config(run.source.raw_config, export.quantization_config), reports[-1])
     except BaseException:
-        writer.abort()
+        for writer, _ in reversed(writers):  # the first one may have made the folder of all
+            writer.abort()
         raise
-    return ExportSummary(folder=target, report=report)
+    return ExportSummary(folder=next(iter(folders.values())), report=reports[0], folders=folders)
 
 
-def make_report(run: PreparedRun, blocks: list[BlockReport], seconds: float) -> dict[str, Any]:
+def _open_writer(
+    run: PreparedRun, export: PlannedExport, folder: Path, twin: CheckpointWriter | None
+) -> CheckpointWriter:
+    side_files = dict(run.source.side_files)
+    if export.format.writes_config_file and export.quantization_config is not None:
+        side_files[QUANT_CONFIG_FILE] = quantization_config_file(export.quantization_config)
+    return CheckpointWriter(folder, export.layout, side_files, overwrite=run.config.overwrite, twin=twin)
+
+
+def make_report(run: PreparedRun, export: PlannedExport, blocks: list[BlockReport], seconds: float) -> dict[str, Any]:
     """The contents of quantization_report.json: settings, data, every layer, totals. JSON values only."""
     return {
         "schema": REPORT_SCHEMA,
         "version": version.__version__,
         "model": run.source.name,
+        "format": export.format.name,
+        "activations": "not quantised" if export.quantization_config is None else "FP8",
         "settings": run.config.to_report(),
         "calibration": {
             "sources": list(run.data.sources),
@@ -257,7 +306,7 @@ def make_report(run: PreparedRun, blocks: list[BlockReport], seconds: float) -> 
         "totals": {
             "mean_weight_sqnr_db": mean_sqnr_db(blocks),
             "source_bytes": run.source.tensors.stored_bytes,
-            "export_bytes": run.plan.layout.num_bytes,
+            "export_bytes": export.layout.num_bytes,
             "seconds": seconds,
             "peak_memory_bytes": peak_memory_bytes(),
         },

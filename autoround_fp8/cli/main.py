@@ -71,7 +71,7 @@ def build_parser() -> Parser:
 
     parser = Parser(
         prog="auto-round",
-        description="Static W8A8-FP8 checkpoints of language models: quantise, evaluate, compare.",
+        description="W8A8-FP8 checkpoints of language models: quantise, evaluate, compare.",
         epilog="'auto-round MODEL ...' is short for 'auto-round quantize MODEL ...'; "
         "'auto-round COMMAND --help' has the options.",
     )

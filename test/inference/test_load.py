@@ -122,7 +122,7 @@ def test_a_plain_model_is_no_quantised_one(tmp_path: Path) -> None:
         load_quantized_model(tmp_path)
 
 
-@pytest.mark.parametrize("method", ["gptq", "compressed-tensors"])
+@pytest.mark.parametrize("method", ["gptq", "awq"])
 def test_another_method_is_refused_by_name(out: Path, method: str) -> None:
     change_block(out, quant_method=method)
     with pytest.raises(CheckpointError, match=f"'{method}'.*this package loads fp8_static"):

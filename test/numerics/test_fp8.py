@@ -14,6 +14,7 @@ from autoround_fp8.numerics.fp8 import (
     quantize_fp8,
     round_up_to_bfloat16,
     sqnr_db,
+    token_scale,
 )
 from autoround_fp8.numerics.granularity import PER_CHANNEL, weight_amax
 
@@ -176,3 +177,14 @@ def test_sqnr_of_known_values() -> None:
 def test_sqnr_does_not_depend_on_the_magnitude(magnitude: float) -> None:
     reference = torch.full((8,), magnitude)
     assert sqnr_db(reference, reference * 0.5) == pytest.approx(20 * math.log10(2), abs=0.01)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_token_scale_is_its_largest_value_over_448_with_vllms_floor(dtype: torch.dtype):
+    x = torch.tensor([[[448.0, -896.0, 1.0], [0.0, 0.0, 0.0]], [[1e-3, 0.0, -2e-3], [3.0, 2.0, 1.0]]]).to(dtype)
+    scale = token_scale(x)
+    assert scale.shape == (2, 2, 1)
+    assert scale.dtype == torch.float32
+    floor = torch.tensor(1.0 / (448.0 * 512.0))
+    tiny = torch.maximum(x[1, 0, 2].abs().float() / 448, floor)
+    assert torch.equal(scale.flatten(), torch.stack([torch.tensor(2.0), floor, tiny, torch.tensor(3.0) / 448]))
