@@ -12,13 +12,14 @@ from autoround_fp8.config import QuantizeConfig
 from autoround_fp8.errors import ConfigError
 from autoround_fp8.export import MemorySink
 from autoround_fp8.formats.table import default_scheme, get_formats, normalized_formats
+from autoround_fp8.model_source import open_model
 from autoround_fp8.pipeline import (
     CompressionResult,
     PreparedRun,
     check_output,
     compress,
     export_run,
-    open_model,
+    keep_harmful_layers,
     prepare,
     write_export,
 )
@@ -36,7 +37,7 @@ class AutoRound:
             format has one scale per matrix.
         layer_config: Layer name or pattern -> scheme, preset name or dict; also JSON text or a JSON file's path.
         dataset: Calibration data: `builtin`, a file, a hub name, a combination of them, or Python data.
-        iters: Steps of gradient tuning; 0 (none) is the only value so far.
+        iters: Steps of gradient tuning per block, after `algorithm`; 0 = none.
         seqlen: Tokens per calibration sample.
         nsamples: Calibration samples.
         batch_size: Samples per forward.
@@ -46,11 +47,19 @@ class AutoRound:
         ignore_layers: Layers that stay in 16 bit: a comma list or a sequence of names and patterns.
         format: Checkpoint format that `quantize_and_save` and `save_quantized` write by default, or several, comma
             list.
-        enable_quanted_input: Whether each block is fed by the quantised blocks before it.
-        algorithm: How weights are rounded: "gptq" (error compensation), "mse" (scale search) or "rtn" (to nearest).
+        enable_quanted_input: Whether each block is fed by the quantised blocks before it; None = if `iters` > 0.
+        algorithm: How weights are rounded: "gptq" (error compensation), "mse" (scale search), "rtn" (to nearest), or
+            "signround" (gradient tuning alone).
+        lr: First step of the tuned rounding offsets, in local FP8 steps; None = 1 / (4 iters).
+        minmax_lr: First step of the tuned factors on the scales; 0 = the scales stay.
+        gradient_accumulate_steps: Batches whose gradients add up before a tuning step.
+        not_use_best_mse: Whether the last tuning step is kept, not the one with the least error.
+        range_probes: Whether short sequences of special and spread tokens widen the input ranges beside the data.
         act_headroom: Factor on every observed input range.
         moe_input_scale: "shared" = all experts of a layer share one input scale per projection; "per_expert".
         unseen_experts: "max" = an expert without calibration tokens gets the layer's largest input range; "error".
+        keep_layers: How many of the most harmful layers stay in 16 bit; what engines fuse counts as one.
+        target_kl: KL to the original, on calibration tokens, to be reached with as few bytes in 16 bit as it takes.
         trust_remote_code: Whether code from the model's folder may run.
 
     Raises:
@@ -74,11 +83,18 @@ class AutoRound:
         seed: int = 42,
         ignore_layers: str | Sequence[str] = (),
         format: str = "fp8_static",
-        enable_quanted_input: bool = False,
+        enable_quanted_input: bool | None = None,
         algorithm: str = "gptq",
+        lr: float | None = None,
+        minmax_lr: float = 0.0,
+        gradient_accumulate_steps: int = 1,
+        not_use_best_mse: bool = False,
+        range_probes: bool = True,
         act_headroom: float = 2.0,
         moe_input_scale: str = "shared",
         unseen_experts: str = "max",
+        keep_layers: int = 0,
+        target_kl: float | None = None,
         trust_remote_code: bool = False,
     ):
         self._has_own_scheme = scheme is not None
@@ -96,9 +112,16 @@ class AutoRound:
             format=normalized_formats(format),
             enable_quanted_input=enable_quanted_input,
             algorithm=algorithm,
+            lr=lr,
+            minmax_lr=minmax_lr,
+            gradient_accumulate_steps=gradient_accumulate_steps,
+            not_use_best_mse=not_use_best_mse,
+            range_probes=range_probes,
             act_headroom=act_headroom,
             moe_input_scale=moe_input_scale,
             unseen_experts=unseen_experts,
+            keep_layers=keep_layers,
+            target_kl=target_kl,
             trust_remote_code=trust_remote_code,
         )
         self.tokenizer = tokenizer
@@ -115,7 +138,7 @@ class AutoRound:
         from autoround_fp8.inference.load import assemble_quantized_model
         from autoround_fp8.models.skeleton import build_skeleton, source_dtype
 
-        run = prepare(self.config, self._source, self.tokenizer)
+        run = keep_harmful_layers(prepare(self.config, self._source, self.tokenizer))
         sink = MemorySink()
         self._result = (run, sink, compress(run, sink))
         schemes = {linear.fqn: linear.scheme for block in run.plan.blocks for linear in block}
@@ -176,6 +199,7 @@ class AutoRound:
             )
         run, sink, result = self._result
         config = self._save_config(format, max_shard_size, overwrite)
+        config = dataclasses.replace(config, ignore_layers=run.config.ignore_layers)  # with those chosen to be kept
         # The layout depends on the shard size, so the plan is made anew; the layers are the ones quantize() made.
         plan = make_plan(config, run.plan.skeleton, self._source.tensors, *get_formats(config.format))
         if {x.fqn: x.scheme for x in plan.quantized} != {x.fqn: x.scheme for x in run.plan.quantized}:

@@ -7,20 +7,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from autoround_fp8.config import SignRoundSettings
 from autoround_fp8.errors import NumericsError
 from autoround_fp8.layer_plan import LinearPlan
 from autoround_fp8.nn.observers import InputRange
 from autoround_fp8.nn.second_moments import SecondMoments
 from autoround_fp8.numerics.fp8 import amax_to_scale, dequantize_fp8, quantize_fp8, sqnr_db
-from autoround_fp8.records import LayerReport, QuantizedLinear
+from autoround_fp8.numerics.granularity import PER_TENSOR
+from autoround_fp8.records import LayerReport, QuantizedLinear, TuningReport
 from autoround_fp8.tuning.error_compensation import CompensationFactor, compensate, factorise
 from autoround_fp8.tuning.input_ranges import DYNAMIC, input_amax
 from autoround_fp8.tuning.rtn import absmax_scale
 from autoround_fp8.tuning.scale_search import search_scale
+from autoround_fp8.tuning.signround import RunBlock, TunableLayer, tune_block
 
 logger = logging.getLogger(__name__)
 
@@ -51,12 +54,26 @@ class BlockQuantizer:
             same, weighted by the inputs, and error compensation; "mse" takes over for a layer that saw too few tokens.
         act_headroom: Factor on every input range: what the range of an input may grow by before it saturates.
         unseen_experts: "max" or "error", see `QuantizeConfig`.
+        tuning: How to tune what `algorithm` made by gradients; None = not at all.
     """
 
-    def __init__(self, algorithm: str = "rtn", *, act_headroom: float = 1.0, unseen_experts: str = "max"):
+    def __init__(
+        self,
+        algorithm: str = "rtn",
+        *,
+        act_headroom: float = 1.0,
+        unseen_experts: str = "max",
+        tuning: SignRoundSettings | None = None,
+    ):
         self._algorithm = algorithm
+        self._tuning = tuning
         self._act_headroom = act_headroom
         self._unseen_experts = unseen_experts
+
+    @property
+    def is_tuning(self) -> bool:
+        """Whether `tune` is to follow `quantize`."""
+        return self._tuning is not None
 
     def modules_with_moments(self, linears: Sequence[LinearPlan]) -> list[str]:
         """Modules whose inputs' second moments are needed; experts only if those of all of them are small enough."""
@@ -143,6 +160,7 @@ class BlockQuantizer:
                         input_amax=seen.amax,
                         input_scale=None if input_scale is None else float(input_scale),
                         num_tokens=seen.num_tokens,
+                        num_peak_tokens=seen.num_peak_tokens,
                         source=source,
                         algorithm=algorithm,
                     ),
@@ -153,6 +171,43 @@ class BlockQuantizer:
             return None, DYNAMIC
         amax, source = input_amax(linear.fqn, linear.module, linear.group, linear.siblings, ranges)
         return amax_to_scale(torch.tensor([amax * self._act_headroom])), source
+
+    def tune(
+        self,
+        linears: Sequence[LinearPlan],
+        modules: Mapping[str, torch.nn.Module],
+        quantized: Sequence[tuple[QuantizedLinear, LayerReport]],
+        run_block: RunBlock,
+        references: Sequence[torch.Tensor],
+    ) -> tuple[list[tuple[QuantizedLinear, LayerReport]], TuningReport | None]:
+        """Tunes a block's layers by gradients, from what `quantize` made of them.
+
+        Args:
+            linears: The layers.
+            modules: Module name -> Linear with its weight.
+            quantized: All that `quantize` yielded.
+            run_block: Runs the block on a batch, see `tune_block`.
+            references: Per batch, the output that the block should have.
+        """
+        if self._tuning is None or not linears:
+            return list(quantized), None
+        starts = {layer.fqn: (layer, report) for layer, report in quantized}
+        weights = {linear.fqn: _weight_of(linear, modules[linear.module]) for linear in linears}
+        tunable = [
+            TunableLayer(
+                start=starts[linear.fqn][0],
+                weight=weights[linear.fqn],
+                module=linear.module,
+                scale_group=linear.fused[0] if linear.fused and linear.scheme.group_size == PER_TENSOR else linear.fqn,
+                input_group=linear.group[0],
+                headroom=self._act_headroom,
+            )
+            for linear in linears
+        ]
+        layers, report = tune_block(tunable, run_block, references, self._tuning)
+        if report.best_step == 0:
+            return list(quantized), report
+        return [(layer, _tuned_report(starts[layer.fqn][1], weights[layer.fqn], layer)) for layer in layers], report
 
     def _factor(self, linear: LinearPlan, moments: SecondMoments) -> CompensationFactor | None:
         moment = moments.get(linear.module) if self._algorithm == "gptq" else None
@@ -175,6 +230,15 @@ def _weight_of(linear: LinearPlan, module: torch.nn.Module) -> torch.Tensor:
     weight = module.weight
     assert isinstance(weight, torch.Tensor)
     return weight.detach() if linear.rows is None else weight.detach()[slice(*linear.rows)]
+
+
+def _tuned_report(report: LayerReport, weight: torch.Tensor, layer: QuantizedLinear) -> LayerReport:
+    return replace(
+        report,
+        weight_sqnr_db=sqnr_db(weight.cpu(), dequantize_fp8(layer.weight, layer.weight_scale)),
+        input_scale=None if layer.input_scale is None else float(layer.input_scale),
+        algorithm=f"{report.algorithm}+signround",
+    )
 
 
 def _by_input(linears: Sequence[LinearPlan], moments: SecondMoments) -> list[list[LinearPlan]]:

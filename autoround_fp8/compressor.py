@@ -9,9 +9,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -19,23 +18,16 @@ import torch
 from torch import nn
 
 from autoround_fp8.block_quantizer import BlockQuantizer, BlockStatistics
-from autoround_fp8.calibration.block_inputs import CapturedCalls, capture_block_inputs, run_block
-from autoround_fp8.checkpoint.materialize import (
-    fill_computed_buffers,
-    fill_module,
-    release_module,
-    require_filled,
-    tie_filled,
-)
+from autoround_fp8.block_walk import BlockWalk, simulated_forwards
+from autoround_fp8.calibration.block_inputs import CapturedCalls, run_block
 from autoround_fp8.checkpoint.reader import TensorSource
 from autoround_fp8.device import peak_memory_bytes, release_memory
-from autoround_fp8.kernels.reference import reference_linear
 from autoround_fp8.layer_plan import LinearPlan
 from autoround_fp8.models.patches import swapped_forwards
 from autoround_fp8.nn.observers import AbsMaxObserver
 from autoround_fp8.nn.second_moments import SecondMoments
 from autoround_fp8.plan import QuantizationPlan
-from autoround_fp8.records import BlockReport, QuantizedLinear
+from autoround_fp8.records import BlockReport, LayerReport, QuantizedLinear
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +57,7 @@ class BlockwiseCompressor:
         device: Where the blocks run.
         quantized_inputs: Whether a block is fed by the quantised blocks before it instead of the original ones.
         quantizer: How the layers of a block are quantised; by default rounded to nearest.
+        probes: Further batches, which go through the blocks like the others, but count for input ranges only.
     """
 
     def __init__(
@@ -76,6 +69,7 @@ class BlockwiseCompressor:
         device: torch.device,
         quantized_inputs: bool = False,
         quantizer: BlockQuantizer | None = None,
+        probes: Sequence[torch.Tensor] = (),
     ):
         self._plan = plan
         self._source = source
@@ -83,6 +77,7 @@ class BlockwiseCompressor:
         self._device = device
         self._quantized_inputs = quantized_inputs
         self._quantizer = quantizer or BlockQuantizer()
+        self._probes = probes
 
     @torch.no_grad()
     def run(self, sink: LinearSink, on_block: Callable[[BlockReport], None] = lambda report: None) -> CompressionResult:
@@ -97,27 +92,41 @@ class BlockwiseCompressor:
             CheckpointError: On a damaged tensor, naming it.
         """
         skeleton = self._plan.skeleton
-        calls = self._capture()
+        walk = BlockWalk(skeleton, self._source, self._device)
+        calls = walk.capture([*self._batches, *self._probes]) if self._batches else CapturedCalls()
+        # The stream of the original blocks; without tuning nothing needs it beside the one in `calls`.
+        count = len(self._batches)
+        originals = calls.hidden_states[:count] if self._quantizer.is_tuning else []
         reports = []
         for index, name in enumerate(skeleton.block_names):
             started = time.perf_counter()
             block = skeleton.model.get_submodule(name)
             linears = [linear for linear in self._plan.blocks[index] if linear.scheme.is_quantized]
-            with self._filled(block, name):
+            with walk.filled(name):
                 # Also experts that stay in 16 bit: how many tokens they saw is part of the report.
                 watched = dict.fromkeys(name for linear in linears for name in (linear.module, *linear.siblings))
                 modules = {name: skeleton.model.get_submodule(name) for name in watched}
                 statistics, outputs = self._observe(block, linears, modules, calls, index)
                 expert_tokens = self._quantizer.check_experts(linears, statistics.ranges)
-                quantized, layer_reports = {}, []
-                for layer, layer_report in self._quantizer.quantize(linears, modules, statistics):
+                quantized: Iterable[tuple[QuantizedLinear, LayerReport]]
+                quantized = self._quantizer.quantize(linears, modules, statistics)
+                tuning = None
+                if self._quantizer.is_tuning:
+                    references = outputs[:count]
+                    if self._quantized_inputs and index:
+                        references = self._run(block, calls, index, range(count), originals)
+                    run_block = partial(self._run_with, block, calls, index)
+                    quantized, tuning = self._quantizer.tune(linears, modules, list(quantized), run_block, references)
+                    originals = references
+                layers, layer_reports = {}, []
+                for layer, layer_report in quantized:
                     sink.put(layer)
                     layer_reports.append(layer_report)
                     if self._quantized_inputs:
-                        quantized[layer.fqn] = layer
+                        layers[layer.fqn] = layer
                 del statistics
                 if self._quantized_inputs:
-                    outputs = self._run_quantized(block, linears, quantized, calls, index)
+                    outputs = self._run_quantized(block, linears, layers, calls, index)
             calls.hidden_states = outputs
             for batch_calls in calls.calls:
                 batch_calls[index] = ((), {})  # this block's masks and tables are not needed again
@@ -128,52 +137,11 @@ class BlockwiseCompressor:
                 peak_memory_bytes=peak_memory_bytes(),
                 layers=tuple(layer_reports),
                 expert_tokens=expert_tokens,
+                tuning=tuning,
             )
             reports.append(report)
             on_block(report)
-        return CompressionResult(blocks=tuple(reports), hidden_states=calls.hidden_states)
-
-    def _capture(self) -> CapturedCalls:
-        """Runs the part in front of the blocks; it is in memory only for that time."""
-        if not self._batches:
-            return CapturedCalls()
-        skeleton = self._plan.skeleton
-        model = skeleton.model
-        fill_computed_buffers(model, self._device)
-        inside = (skeleton.container_name + ".", self._output_embedding_name() + ".")
-        top = {name: tensor for name, tensor in skeleton.sources.items() if not name.startswith(inside)}
-        tied = {k: v for k, v in model.all_tied_weights_keys.items() if not {k, v} & top.keys()}
-        if tied:  # the embedding is on disk under its tied name
-            top.update({n: skeleton.sources[n] for pair in tied.items() for n in pair if n in skeleton.sources})
-        fill_module(model, "", self._source, top, self._device)
-        tie_filled(model, model.all_tied_weights_keys)
-        try:
-            first = skeleton.block_names[0]
-            return capture_block_inputs(
-                model,
-                skeleton.blocks,
-                self._batches,
-                self._device,
-                partial(self._filled, model.get_submodule(first), first),
-            )
-        finally:
-            release_module(model)
-            release_memory()
-
-    def _output_embedding_name(self) -> str:
-        model = self._plan.skeleton.model
-        head = model.get_output_embeddings()
-        return next((name for name, module in model.named_modules() if module is head), "lm_head")
-
-    @contextmanager
-    def _filled(self, block: nn.Module, name: str) -> Iterator[None]:
-        with self._plan.skeleton.linearized(name) as sources:
-            fill_module(block, name, self._source, sources, self._device)
-            require_filled(block, f"block {name!r}")
-            try:
-                yield
-            finally:
-                release_module(block)
+        return CompressionResult(blocks=tuple(reports), hidden_states=calls.hidden_states[: len(self._batches)])
 
     def _observe(
         self,
@@ -187,8 +155,11 @@ class BlockwiseCompressor:
         observer = AbsMaxObserver()
         moments = SecondMoments(self._quantizer.moment_strides(linears, num_tokens))
         with_moments = {name: modules[name] for name in self._quantizer.modules_with_moments(linears)}
+        count = len(self._batches)
         with observer.attached(modules), moments.attached(with_moments):
-            outputs = [run_block(block, calls.inputs(b, index), self._device) for b in range(len(calls.calls))]
+            outputs = self._run(block, calls, index, range(count))
+        with observer.attached(modules, is_counted=False):
+            outputs += self._run(block, calls, index, range(count, len(calls.calls)))
         return BlockStatistics(ranges=observer.ranges, moments=moments), outputs
 
     def _run_quantized(
@@ -200,33 +171,36 @@ class BlockwiseCompressor:
         index: int,
     ) -> list[torch.Tensor]:
         """The block's outputs with its layers as they will be served: the same kernel as the reloaded model's."""
-        parts: dict[str, list[QuantizedLinear]] = {}
-        for linear in linears:  # an expert's gate and up come in the order of their rows
-            parts.setdefault(linear.module, []).append(quantized[linear.fqn])
-        model = self._plan.skeleton.model
-        forwards = {
-            model.get_submodule(name): simulated_forward(layers, self._device) for name, layers in parts.items()
-        }
+        forwards = simulated_forwards(self._plan.skeleton.model, linears, quantized, self._device)
         with swapped_forwards(forwards):
-            return [run_block(block, calls.inputs(b, index), self._device) for b in range(len(calls.calls))]
+            return self._run(block, calls, index, range(len(calls.calls)))
 
+    def _run(
+        self,
+        block: nn.Module,
+        calls: CapturedCalls,
+        index: int,
+        batches: range,
+        hidden_states: Sequence[torch.Tensor] | None = None,
+    ) -> list[torch.Tensor]:
+        """The block's outputs of some batches; `hidden_states` replace those that it is called with."""
+        inputs = [calls.inputs(b, index) for b in batches]
+        if hidden_states is not None:
+            inputs = [replace(one, hidden_states=other) for one, other in zip(inputs, hidden_states, strict=True)]
+        return [run_block(block, one, self._device) for one in inputs]
 
-def simulated_forward(
-    layers: Sequence[QuantizedLinear], device: torch.device
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The forward of a Linear under the reference kernel: of its one quantised layer, or of several joined by rows."""
-    moved = [
-        (
-            layer.weight.to(device),
-            layer.weight_scale.to(device),
-            None if layer.input_scale is None else layer.input_scale.to(device),
-            None if layer.bias is None else layer.bias.to(device),
-        )
-        for layer in layers
-    ]
-    if len(moved) == 1:
-        return lambda x: reference_linear(x, *moved[0])
-    return lambda x: torch.cat([reference_linear(x, *layer) for layer in moved], dim=-1)
+    def _run_with(
+        self,
+        block: nn.Module,
+        calls: CapturedCalls,
+        index: int,
+        forwards: Mapping[str, Callable[[torch.Tensor], torch.Tensor]],
+        batch: int,
+    ) -> torch.Tensor:
+        """The block's output for one batch, with some of its Linears computed otherwise."""
+        model = self._plan.skeleton.model
+        with swapped_forwards({model.get_submodule(name): forward for name, forward in forwards.items()}):
+            return run_block(block, calls.inputs(batch, index), self._device)
 
 
 def mean_sqnr_db(reports: Sequence[BlockReport]) -> float:

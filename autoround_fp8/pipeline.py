@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,8 @@ import torch
 from autoround_fp8 import version
 from autoround_fp8.block_quantizer import BlockQuantizer
 from autoround_fp8.calibration.dataset import CalibrationData, load_calibration_data, make_batches
-from autoround_fp8.checkpoint.locate import check_output_location, locate_checkpoint
-from autoround_fp8.checkpoint.reader import CheckpointReader, InMemorySource, TensorSource
-from autoround_fp8.checkpoint.source_format import open_source
+from autoround_fp8.calibration.probes import make_probes
+from autoround_fp8.checkpoint.locate import check_output_location
 from autoround_fp8.checkpoint.writer import CheckpointWriter, check_target
 from autoround_fp8.compressor import BlockwiseCompressor, CompressionResult, LinearSink, mean_sqnr_db
 from autoround_fp8.config import QuantizeConfig
@@ -29,61 +28,40 @@ from autoround_fp8.errors import ConfigError
 from autoround_fp8.export import (
     QUANT_CONFIG_FILE,
     FormatSink,
-    collect_side_files,
     exported_config,
     quantization_config_file,
 )
 from autoround_fp8.formats.table import get_formats
-from autoround_fp8.inference.linear import WeightFP8ActFP8StaticQuantLinear
-from autoround_fp8.models.linear_experts import LinearExperts
-from autoround_fp8.models.loaded_model import loaded_tensors
-from autoround_fp8.models.skeleton import (
-    Skeleton,
-    build_model,
-    build_skeleton,
-    decoded,
-    load_config,
-    source_dtype,
-)
+from autoround_fp8.mixed_precision import check_keep_layers, choose_kept_layers
+from autoround_fp8.model_source import ModelSource, load_tokenizer
+from autoround_fp8.models.skeleton import Skeleton, build_skeleton, source_dtype
 from autoround_fp8.plan import PlannedExport, QuantizationPlan, calibration_dtype, make_plan
 from autoround_fp8.records import BlockReport
+from autoround_fp8.tuning.input_ranges import OBSERVED
 
 logger = logging.getLogger(__name__)
 
 REPORT_SCHEMA = 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelSource:
-    """A model to quantise, wherever it comes from.
-
-    Attributes:
-        name: What the user called it.
-        folder: Its folder, or None for a model in memory.
-        tensors: Its weights.
-        raw_config: Its config.json.
-        config: Its transformers config, without quantization_config.
-        side_files: Files to copy into the export.
-    """
-
-    name: str
-    folder: Path | None
-    tensors: TensorSource
-    raw_config: Mapping[str, Any]
-    config: Any
-    side_files: Mapping[str, Path | bytes]
+# A range that fewer tokens than this come near may well be exceeded by the next ones.
+_FEW_PEAK_TOKENS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedRun:
-    """Everything a run needs, checked: nothing but reading weights and computing is left."""
+    """Everything a run needs, checked: nothing but reading weights and computing is left.
+
+    `probes`: token batches `[sequences, tokens]` that count for input ranges only. `mixed_precision`: what the report
+    says of layers that were chosen to stay in 16 bit, if any were to be.
+    """
 
     config: QuantizeConfig
     source: ModelSource
     plan: QuantizationPlan
     data: CalibrationData
+    probes: tuple[torch.Tensor, ...]
     device: torch.device
     dtype: torch.dtype
+    mixed_precision: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,53 +79,6 @@ class ExportSummary:
     folders: Mapping[str, Path]
 
 
-def open_model(model: Any, tokenizer: Any = None, *, trust_remote_code: bool = False) -> ModelSource:
-    """Opens a model by path, hub id, or as an object in memory.
-
-    Args:
-        model: Folder, hub id, or a transformers model with its weights in memory.
-        tokenizer: Tokenizer to save beside a model in memory.
-        trust_remote_code: Whether code from the model's folder may run.
-
-    Raises:
-        CheckpointError: If the checkpoint is missing or damaged.
-        ConfigError: If `model` is neither a path nor a model, or a model that this package made.
-    """
-    if isinstance(model, (str, Path)):
-        folder = locate_checkpoint(model)
-        raw_config, config = load_config(folder, trust_remote_code=trust_remote_code)
-        return ModelSource(
-            name=str(model),
-            folder=folder,
-            tensors=open_source(CheckpointReader(folder), raw_config, source_dtype(raw_config)),
-            raw_config=raw_config,
-            config=config,
-            side_files=collect_side_files(folder, trust_remote_code=trust_remote_code),
-        )
-    if not isinstance(model, torch.nn.Module) or not hasattr(model, "config"):
-        raise ConfigError(f"model must be a folder, a hub id or a transformers model, got {type(model).__name__}")
-    return _open_in_memory(model, tokenizer)
-
-
-def load_tokenizer(source: ModelSource, *, trust_remote_code: bool = False) -> Any:
-    """The tokenizer of a model's folder, or None if there is none.
-
-    Raises:
-        ConfigError: If there is one and it cannot be loaded.
-    """
-    if source.folder is None:
-        return None
-    names = {path.name for path in source.folder.iterdir()}
-    if not names & {"tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "spiece.model"}:
-        return None
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(source.folder, trust_remote_code=trust_remote_code)
-    except (ValueError, OSError, KeyError, TypeError, ImportError) as e:
-        raise ConfigError(f"the tokenizer of {source.name!r} cannot be loaded: {e}") from e
-
-
 def prepare(config: QuantizeConfig, source: ModelSource, tokenizer: Any = None) -> PreparedRun:
     """Checks everything that can be checked without weights: plan, format, device, data.
 
@@ -159,28 +90,70 @@ def prepare(config: QuantizeConfig, source: ModelSource, tokenizer: Any = None) 
     dtype = calibration_dtype(config, source_dtype(dict(source.raw_config)), has_fast_bfloat16(device))
     skeleton = build_skeleton(source.config, source.tensors.entries, dtype, trust_remote_code=config.trust_remote_code)
     plan = make_plan(config, skeleton, source.tensors, *formats)
+    check_keep_layers(config.keep_layers, plan)
+    _check_tuning(config, plan)
+    data = CalibrationData(samples=(), sources=(), sha256="")
+    probes: tuple[torch.Tensor, ...] = ()
+    if plan.needs_calibration or config.measures_harm:
+        if tokenizer is None:
+            tokenizer = load_tokenizer(source, trust_remote_code=config.trust_remote_code)
+        data = _load_data(config, skeleton, tokenizer)
     if plan.needs_calibration:
-        data = _load_data(config, source, skeleton, tokenizer)
+        probes = _probes(config, skeleton, tokenizer)
     else:
-        data = CalibrationData(samples=(), sources=(), sha256="")
         _report_without_data(config)
     logger.info(
-        "%s: %d layers in %d blocks to FP8, %d kept in 16 bit; %d samples, %d tokens; %s forward on %s",
+        "%s: %d layers in %d blocks to FP8, %d kept in 16 bit; %d samples, %d tokens, and %d probe tokens; "
+        "%s forward on %s",
         source.name,
         len(plan.quantized),
         len(plan.blocks),
         sum(len(b) for b in plan.blocks) - len(plan.quantized),
         len(data.samples),
         data.num_tokens,
+        _num_tokens(probes),
         str(dtype).removeprefix("torch."),
         device,
     )
-    return PreparedRun(config=config, source=source, plan=plan, data=data, device=device, dtype=dtype)
+    return PreparedRun(config=config, source=source, plan=plan, data=data, probes=probes, device=device, dtype=dtype)
 
 
-def _load_data(config: QuantizeConfig, source: ModelSource, skeleton: Skeleton, tokenizer: Any) -> CalibrationData:
-    if tokenizer is None:
-        tokenizer = load_tokenizer(source, trust_remote_code=config.trust_remote_code)
+def keep_harmful_layers(run: PreparedRun) -> PreparedRun:
+    """The run with the layers that `keep_layers` or `target_kl` ask for among the ignored ones; measures which.
+
+    Raises:
+        AutoRoundError: With one sentence on what is wrong.
+    """
+    config = run.config
+    if not config.measures_harm:
+        return run
+    started = time.perf_counter()
+    result = choose_kept_layers(config, run.plan, run.source.tensors, run.data.samples, run.device)
+    config = dataclasses.replace(config, ignore_layers=(*config.ignore_layers, *result.names))
+    plan = make_plan(config, run.plan.skeleton, run.source.tensors, *get_formats(config.format))
+    bytes_added = plan.layout.num_bytes - run.plan.layout.num_bytes
+    logger.info(
+        "kept in 16 bit after %.1f s: %s; KL %.6f -> %.6f on %d calibration tokens, %+.1f MB",
+        time.perf_counter() - started,
+        ", ".join(result.names) or "nothing",
+        result.kl_before,
+        result.kl_after,
+        result.num_tokens,
+        bytes_added / 1e6,
+    )
+    return dataclasses.replace(run, config=config, plan=plan, mixed_precision=result.to_report(bytes_added))
+
+
+def _check_tuning(config: QuantizeConfig, plan: QuantizationPlan) -> None:
+    dynamic = next((linear.fqn for linear in plan.quantized if linear.scheme.act_dynamic), None)
+    if config.iters > 0 and dynamic is not None:
+        raise ConfigError(
+            f"iters ({config.iters}) must be 0 where inputs are dynamic, as those of {dynamic!r} are: gradient tuning "
+            "needs stored input scales; choose a static scheme or --iters 0"
+        )
+
+
+def _load_data(config: QuantizeConfig, skeleton: Skeleton, tokenizer: Any) -> CalibrationData:
     return load_calibration_data(
         config.dataset,
         tokenizer,
@@ -192,9 +165,23 @@ def _load_data(config: QuantizeConfig, source: ModelSource, skeleton: Skeleton, 
     )
 
 
+def _probes(config: QuantizeConfig, skeleton: Skeleton, tokenizer: Any) -> tuple[torch.Tensor, ...]:
+    if not config.range_probes:
+        return ()
+    return make_probes(
+        tokenizer,
+        vocab_size=skeleton.vocab_size,
+        seed=config.seed,
+        max_positions=skeleton.max_positions,
+        padding_id=skeleton.padding_id,
+    )
+
+
 def _report_without_data(config: QuantizeConfig) -> None:
     """Says what has no effect, as all inputs get their scales on the fly."""
-    if not isinstance(config.dataset, str) or config.dataset != QuantizeConfig().dataset:
+    if config.measures_harm:
+        logger.info("dynamic inputs need no calibration data: it only tells which layers do the most harm")
+    elif not isinstance(config.dataset, str) or config.dataset != QuantizeConfig().dataset:
         logger.warning("dataset has no effect: dynamic inputs need no calibration data, so none is read")
     if config.algorithm not in ("rtn", "mse"):
         logger.info("algorithm mse, not %s, which needs calibration data: dynamic inputs need none", config.algorithm)
@@ -207,16 +194,31 @@ def compress(
     compressor = BlockwiseCompressor(
         run.plan,
         run.source.tensors,
-        make_batches(run.data.samples, run.config.batch_size),
+        make_batches(run.data.samples, run.config.batch_size) if run.plan.needs_calibration else (),
         device=run.device,
-        quantized_inputs=run.config.enable_quanted_input,
+        quantized_inputs=run.config.quantized_inputs,
         quantizer=BlockQuantizer(
-            run.config.algorithm,
+            "rtn" if run.config.algorithm == "signround" else run.config.algorithm,
             act_headroom=run.config.act_headroom,
             unseen_experts=run.config.unseen_experts,
+            tuning=run.config.tuning,
         ),
+        probes=run.probes,
     )
-    return compressor.run(sink, on_block)
+    result = compressor.run(sink, on_block)
+    if few := ranges_on_few_tokens(result.blocks):
+        logger.info(
+            "the input ranges of %d layers hang on fewer than %d tokens: %s%s; more or other data may exceed them",
+            *(len(few), _FEW_PEAK_TOKENS, ", ".join(few[:3]), ", ..." if len(few) > 3 else ""),
+        )
+    return result
+
+
+def ranges_on_few_tokens(blocks: Sequence[BlockReport]) -> list[str]:
+    """Names of the layers that decide an input scale by few tokens, those with the fewest first."""
+    layers = [layer for block in blocks for layer in block.layers if layer.source == OBSERVED]
+    few = [layer for layer in layers if layer.num_peak_tokens < _FEW_PEAK_TOKENS]
+    return [layer.fqn for layer in sorted(few, key=lambda layer: layer.num_peak_tokens)]
 
 
 def check_output(config: QuantizeConfig, output_dir: str | Path, source: ModelSource) -> dict[str, Path]:
@@ -243,6 +245,8 @@ def export_run(
         AutoRoundError: With one sentence on what is wrong; nothing is left behind, nothing of the user's is touched.
     """
     started = time.perf_counter()
+    check_output(run.config, output_dir, run.source)
+    run = keep_harmful_layers(run)
 
     def fill(sink: FormatSink) -> list[BlockReport]:
         return list(compress(run, sink, on_block).blocks)
@@ -287,7 +291,7 @@ def _open_writer(
 
 def make_report(run: PreparedRun, export: PlannedExport, blocks: list[BlockReport], seconds: float) -> dict[str, Any]:
     """The contents of quantization_report.json: settings, data, every layer, totals. JSON values only."""
-    return {
+    report = {
         "schema": REPORT_SCHEMA,
         "version": version.__version__,
         "model": run.source.name,
@@ -298,10 +302,12 @@ def make_report(run: PreparedRun, export: PlannedExport, blocks: list[BlockRepor
             "sources": list(run.data.sources),
             "samples": len(run.data.samples),
             "tokens": run.data.num_tokens,
+            "probe_tokens": _num_tokens(run.probes),
             "sha256": run.data.sha256,
             "dtype": str(run.dtype).removeprefix("torch."),
         },
         "blocks": [asdict(block) for block in blocks],
+        "ranges_on_few_tokens": ranges_on_few_tokens(blocks),
         "ignored": sorted(fqn for fqn, scheme in run.plan.exceptions.items() if not scheme.is_quantized),
         "totals": {
             "mean_weight_sqnr_db": mean_sqnr_db(blocks),
@@ -311,37 +317,10 @@ def make_report(run: PreparedRun, export: PlannedExport, blocks: list[BlockRepor
             "peak_memory_bytes": peak_memory_bytes(),
         },
     }
+    if run.mixed_precision is not None:
+        report["mixed_precision"] = run.mixed_precision
+    return report
 
 
-def _open_in_memory(model: Any, tokenizer: Any) -> ModelSource:
-    import json
-
-    for name, module in model.named_modules():
-        if isinstance(module, LinearExperts | WeightFP8ActFP8StaticQuantLinear):
-            raise ConfigError(
-                f"the model was loaded or quantised by autoround_fp8 ({name!r} is a {type(module).__name__}) and "
-                "cannot be quantised again; give the original model or its folder"
-            )
-    raw_config = json.loads(model.config.to_json_string(use_diff=True))
-    raw_config["architectures"] = [type(model).__name__]
-    raw_config["dtype"] = str(model.dtype).removeprefix("torch.")
-    config = type(model.config).from_dict({k: decoded(v) for k, v in raw_config.items() if k != "quantization_config"})
-    tensors = loaded_tensors(model, build_model(config, model.dtype))
-    files: dict[str, Path | bytes] = {}
-    if getattr(model, "generation_config", None) is not None:
-        # Written as it is: saving through transformers refuses settings that the model's authors shipped.
-        files["generation_config.json"] = (model.generation_config.to_json_string() + "\n").encode()
-    if tokenizer is not None:
-        with tempfile.TemporaryDirectory() as folder:
-            tokenizer.save_pretrained(folder)
-            files.update({path.name: path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()})
-    else:
-        logger.info("no tokenizer was given with the model in memory, so none is exported")
-    return ModelSource(
-        name=getattr(model, "name_or_path", "") or type(model).__name__,
-        folder=None,
-        tensors=open_source(InMemorySource(tensors), raw_config, source_dtype(raw_config)),
-        raw_config=raw_config,
-        config=config,
-        side_files=files,
-    )
+def _num_tokens(batches: Sequence[torch.Tensor]) -> int:
+    return sum(batch.numel() for batch in batches)

@@ -56,9 +56,10 @@ class LayerReport:
         fqn: Module name in the source checkpoint.
         shape: `(out_features, in_features)`.
         weight_sqnr_db: Signal to quantisation noise ratio of the weight in dB (inf for an exact layer).
-        input_amax: Largest absolute input value seen in calibration, in the model's units.
+        input_amax: Largest absolute input value seen in calibration, probes included, in the model's units.
         input_scale: The exported input scale, None if there is none.
-        num_tokens: Calibration tokens that reached the layer.
+        num_tokens: Calibration tokens that reached the layer; probe tokens do not count.
+        num_peak_tokens: Tokens, also of probes, with a value of at least half of `input_amax`; 16 = 16 or more.
         source: Where the input range came from (`tuning/input_ranges.py`).
         algorithm: What its weight was quantised by: the one asked for, or what it fell back to.
     """
@@ -69,13 +70,27 @@ class LayerReport:
     input_amax: float
     input_scale: float | None
     num_tokens: int
+    num_peak_tokens: int
     source: str = "observed"
     algorithm: str = "rtn"
 
 
 @dataclass(frozen=True, kw_only=True)
+class TuningReport:
+    """How gradient tuning of one block went.
+
+    Attributes:
+        losses: Step -> relative error of the block's output on batches that no gradient came from; 0 is the start.
+        best_step: The step that was kept.
+    """
+
+    losses: dict[int, float]
+    best_step: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class BlockReport:
-    """What happened to one decoder block: seconds, peak memory in bytes, and its layers.
+    """What happened to one decoder block: seconds, peak memory in bytes, its layers, and its tuning if there was any.
 
     `expert_tokens`: experts module -> calibration tokens that each of its experts saw.
     """
@@ -85,3 +100,4 @@ class BlockReport:
     peak_memory_bytes: int
     layers: tuple[LayerReport, ...]
     expert_tokens: dict[str, list[int]] = field(default_factory=dict)
+    tuning: TuningReport | None = None

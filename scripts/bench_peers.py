@@ -5,48 +5,32 @@ The peer rounds a bfloat16 model to nearest; this package does what `--our_args`
 longer than the sequence length, so that neither side drops or packs any).
 
 Whole processes are measured, in alternation: wall time, CPU time, peak resident memory. Both exports are then judged by
-one independent simulation, written here in plain transformers float32 with neither tool's code: KL divergence from the
-original on held-out Wikipedia text.
+one independent simulation (export_judge.py: plain transformers in float32, neither tool's code): KL divergence from the
+original on held-out Wikipedia text. For several modes, models and texts, with standard errors: bench_accuracy.py.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
-import shlex
 import shutil
 import statistics
-import subprocess
 import sys
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import demo_text
+from measured_process import ProcessCost, run_measured
+from passages import cut_windows, load_tokenizer, write_calibration_files
+from quantise_commands import PEER_ROUNDING_ARGS, Workload, our_command, peer_command
 
 if TYPE_CHECKING:
-    import torch
-    from torch import nn
+    from export_judge import WindowScore
 
-FP8_MAX = 448.0
 SIDES = ("peer", "ours")
-# A few tokens over: cutting and re-encoding a text can lose one where two pieces of a word merge.
-SPARE_TOKENS = 6
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProcessCost:
-    """What one whole process cost: seconds of wall and CPU time, and peak resident memory in MiB.
-
-    `load_before` is the machine's one-minute load average at the start: near 0 or the times mean little.
-    """
-
-    wall_s: float
-    cpu_s: float
-    peak_rss_mib: float
-    load_before: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,45 +48,14 @@ class ExportQuality:
 # --- the work: the same texts for both sides ---------------------------------------------------------------------
 
 
-def cut_passages(articles: list[str], tokenizer: Any, num_tokens: int, count: int) -> list[str]:
-    """Take `count` passages of `num_tokens` tokens, the first of every article, then the second of every article, ...
-
-    Raises:
-        ValueError: if the articles do not hold that much text.
-    """
-    encoded = [tokenizer(article, add_special_tokens=False)["input_ids"] for article in articles]
-    passages: list[str] = []
-    for start in range(0, max(map(len, encoded)) - num_tokens + 1, num_tokens):
-        for ids in encoded:
-            if len(ids) < start + num_tokens:
-                continue
-            passage = tokenizer.decode(ids[start : start + num_tokens])
-            # Whitespace at the ends is stripped by some readers: strip it here, for both.
-            passage = passage.strip()
-            if len(tokenizer(passage)["input_ids"]) >= num_tokens - SPARE_TOKENS:
-                passages.append(passage)
-            if len(passages) == count:
-                return passages
-    raise ValueError(f"number of passages ({len(passages)}) must reach {count}; give fewer draws or a shorter --seqlen")
-
-
 def prepare_texts(args: argparse.Namespace) -> tuple[list[Path], list[list[int]]]:
     """Write one calibration file per draw, and return the files with the held-out windows of token ids."""
-    from transformers import AutoTokenizer
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()  # whole articles are longer than the model's context, on purpose
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    tokenizer = load_tokenizer(args.model)
     articles = demo_text.read_wikipedia(args.data_dir or demo_text.find_data_dir())
     draws, held_out = demo_text.split_articles(articles, args.draws)
-    files = []
-    for index, texts in enumerate(draws):
-        path = args.work_dir / "text" / f"calibration-{index}.jsonl"
-        demo_text.write_jsonl(path, cut_passages(texts, tokenizer, args.seqlen + SPARE_TOKENS, args.nsamples))
-        files.append(path)
-    windows = cut_passages(held_out, tokenizer, args.seqlen + SPARE_TOKENS, args.held_out_windows)
-    return files, [tokenizer(window)["input_ids"][: args.seqlen] for window in windows]
+    files = write_calibration_files(draws, tokenizer, args.work_dir / "text", args.seqlen, args.nsamples)
+    windows = cut_windows(held_out, tokenizer, args.seqlen, args.held_out_windows)
+    return files, [window.ids for window in windows]
 
 
 # --- whole processes ---------------------------------------------------------------------------------------------
@@ -110,36 +63,10 @@ def prepare_texts(args: argparse.Namespace) -> tuple[list[Path], list[list[int]]
 
 def build_command(side: str, args: argparse.Namespace, dataset: Path, output_dir: Path) -> list[str]:
     """Return the command line of one side for one calibration file."""
-    shared = ["--model", args.model, "--dataset", str(dataset), "--output_dir", str(output_dir), "--iters", "0"]
-    shared += ["--nsamples", str(args.nsamples), "--seqlen", str(args.seqlen)]
+    work = Workload(model=args.model, nsamples=args.nsamples, seqlen=args.seqlen)
     if side == "ours":
-        return [args.our_python, "-m", "autoround_fp8", *shared, "--format", "fp8_static", *shlex.split(args.our_args)]
-    peer_only = ["--scheme", "FP8_STATIC", "--format", "auto_round", *shlex.split(args.peer_args)]
-    return [args.peer_python, "-m", "auto_round", *shared, *peer_only]
-
-
-def run_measured(command: list[str], log_path: Path) -> ProcessCost:
-    """Run a command to its end and return its cost, children included.
-
-    The peak is the kernel's `ru_maxrss` of the process. It starts from the resident size of the process that launched
-    it, so everything here that loads a model comes after the measurements.
-
-    Raises:
-        RuntimeError: if the command fails; the message names its log.
-    """
-    log_path.parent.mkdir(parents=True, exist_ok=True)
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
-    with log_path.open("wb") as log:
-        load_before = os.getloadavg()[0]
-        start = time.perf_counter()
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
-        _, status, usage = os.wait4(process.pid, 0)
-        wall_s = time.perf_counter() - start
-    process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode != 0:
-        raise RuntimeError(f"exit code ({process.returncode}) must be 0 for: {shlex.join(command)}; see {log_path}")
-    cpu_s = usage.ru_utime + usage.ru_stime
-    return ProcessCost(wall_s=wall_s, cpu_s=cpu_s, peak_rss_mib=usage.ru_maxrss / 1024, load_before=load_before)
+        return our_command(args.our_python, work, dataset, output_dir, f"--iters 0 {args.our_args}")
+    return peer_command(args.peer_python, work, dataset, output_dir, f"--iters 0 {args.peer_args}")
 
 
 def export_folder(args: argparse.Namespace, side: str, draw: int) -> Path:
@@ -152,11 +79,7 @@ def run_side(args: argparse.Namespace, side: str, draw: int, dataset: Path) -> P
     folder = export_folder(args, side, draw)
     shutil.rmtree(folder, ignore_errors=True)
     cost = run_measured(build_command(side, args, dataset, folder), args.work_dir / "logs" / f"{side}-{draw}.log")
-    print(
-        f"{side} draw {draw}: {cost.wall_s:.1f} s wall, {cost.cpu_s:.1f} s CPU, {cost.peak_rss_mib:.0f} MiB, "
-        f"load before {cost.load_before:.1f}",
-        flush=True,
-    )
+    print(f"{side} draw {draw}: {cost}", flush=True)
     return cost
 
 
@@ -173,107 +96,15 @@ def measure_pairs(args: argparse.Namespace, datasets: list[Path]) -> dict[str, l
 # --- one judge for both exports ----------------------------------------------------------------------------------
 
 
-def read_export(folder: Path) -> dict[str, torch.Tensor]:
-    """Read every tensor of an export; the peer nests its files one folder deeper, so the search is recursive.
-
-    Raises:
-        FileNotFoundError: if there is no safetensors file.
-    """
-    from safetensors.torch import load_file
-
-    files = sorted(folder.rglob("*.safetensors"))
-    if not files:
-        raise FileNotFoundError(f"{folder} holds no safetensors file")
-    tensors: dict[str, torch.Tensor] = {}
-    for file in files:
-        tensors |= load_file(file)
-    return tensors
-
-
-def fake_quantise(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Round float32 `x` to E4M3 in units of a per-tensor `scale`; what is out of range saturates at 448."""
-    import torch
-
-    return (x / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).float() * scale
-
-
-def simulate_linear(
-    linear: nn.Module, codes: torch.Tensor, weight_scale: torch.Tensor, input_scale: torch.Tensor
-) -> None:
-    """Make a float32 Linear compute what the export means.
-
-    Args:
-        linear: the layer, changed in place.
-        codes: E4M3 weight `[out, in]`.
-        weight_scale: a multiplier of shape `[out]`, `[out, 1]`, `[1]` or `[]`, any float dtype.
-        input_scale: one multiplier.
-    """
-    linear.weight.data = codes.float() * weight_scale.float().reshape(-1, 1)
-    scale = input_scale.float().reshape(())
-    linear.register_forward_pre_hook(lambda _, inputs: (fake_quantise(inputs[0], scale), *inputs[1:]))
-
-
-def load_float32(model: str) -> nn.Module:
-    """Load the original in float32, ready to evaluate."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-
-
-def load_simulated(args: argparse.Namespace, folder: Path) -> tuple[nn.Module, int]:
-    """Return the original in float32 with an export's tensors in it, and how many Linears the export quantises.
-
-    Raises:
-        ValueError: if the export quantises nothing, or leaves a quantised layer without a static input scale.
-    """
-    import torch
-
-    model, tensors = load_float32(args.model), read_export(folder)
-    fqns = [name.removesuffix(".weight") for name, t in tensors.items() if t.dtype == torch.float8_e4m3fn]
-    missing = [fqn for fqn in fqns for name in ("weight_scale", "input_scale") if f"{fqn}.{name}" not in tensors]
-    if not fqns or missing:
-        raise ValueError(
-            f"{folder}: quantised layers ({len(fqns)}) must all have static scales; missing: {missing[:3]}"
-        )
-    for fqn in fqns:
-        simulate_linear(
-            model.get_submodule(fqn),
-            tensors.pop(f"{fqn}.weight"),
-            tensors.pop(f"{fqn}.weight_scale"),
-            tensors.pop(f"{fqn}.input_scale"),
-        )
-    # What is left is unquantised; loading it too would show a tensor that an export has spoilt.
-    unexpected = model.load_state_dict(tensors, strict=False).unexpected_keys
-    if unexpected:
-        raise ValueError(f"{folder}: tensors the model does not have: {unexpected[:3]}")
-    return model, len(fqns)
-
-
-def judge_export(args: argparse.Namespace, folder: Path, windows: list[list[int]]) -> ExportQuality:
-    """Compare an export with the original, window by window, in float32."""
-    import torch
-
-    original = load_float32(args.model)
-    export, num_quantised = load_simulated(args, folder)
-    sums = torch.zeros(4, dtype=torch.float64)
-    num_tokens = num_targets = 0
-    with torch.no_grad():
-        for window in windows:
-            ids = torch.tensor([window])
-            log_p, log_q = (model(input_ids=ids).logits[0].log_softmax(-1) for model in (original, export))
-            kl = (log_p.exp() * (log_p - log_q)).sum(-1).sum()
-            agreement = (log_p.argmax(-1) == log_q.argmax(-1)).sum()
-            targets = ids[0, 1:, None]
-            losses = [-log_x[:-1].gather(-1, targets).sum() for log_x in (log_q, log_p)]
-            sums += torch.stack([kl, agreement.float(), *losses]).double()
-            num_tokens += len(window)
-            num_targets += len(window) - 1
+def summarise(scores: list[WindowScore], num_quantised: int) -> ExportQuality:
+    """Average an export's scores over all tokens."""
+    num_tokens = sum(score.num_tokens for score in scores)
+    num_targets = num_tokens - len(scores)
     return ExportQuality(
-        kl=float(sums[0]) / num_tokens,
-        top1_agreement=float(sums[1]) / num_tokens,
-        perplexity=float((sums[2] / num_targets).exp()),
-        original_perplexity=float((sums[3] / num_targets).exp()),
+        kl=sum(score.kl_sum for score in scores) / num_tokens,
+        top1_agreement=sum(score.num_agreeing for score in scores) / num_tokens,
+        perplexity=math.exp(sum(score.loss_sum for score in scores) / num_targets),
+        original_perplexity=math.exp(sum(score.original_loss_sum for score in scores) / num_targets),
         num_tokens=num_tokens,
         num_quantised=num_quantised,
     )
@@ -288,8 +119,12 @@ def judge_draws(
         if not any(export_folder(args, side, draw).rglob("*.safetensors")):
             run_side(args, side, draw, datasets[draw])
     qualities: dict[str, list[ExportQuality]] = {side: [] for side in args.sides}
-    for side, draw in todo:
-        quality = judge_export(args, export_folder(args, side, draw), windows)
+    # Only now: what this process holds counts as the peak memory of the processes that it starts.
+    from export_judge import judge_exports
+
+    judged = judge_exports(args.model, [export_folder(args, side, draw) for side, draw in todo], windows)
+    for (side, draw), (_, num_quantised, scores) in zip(todo, judged, strict=True):
+        quality = summarise(scores, num_quantised)
         print(f"{side} draw {draw}: KL {quality.kl:.5f}, top-1 {quality.top1_agreement:.4f}", flush=True)
         qualities[side].append(quality)
     return qualities
@@ -348,8 +183,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         "--skip_time", action="store_true", help="measure no time; exports already in --work_dir are judged as they are"
     )
     add("--skip_kl", action="store_true", help="judge no export")
-    # The peer's own search for weight scales changes nothing in this scheme's export but takes half as long again.
-    add("--peer_args", default="--disable_opt_rtn", help="more options for the peer (--disable_opt_rtn)")
+    add("--peer_args", default=PEER_ROUNDING_ARGS, help=f"more options for the peer ({PEER_ROUNDING_ARGS})")
     add("--our_args", default="", help="more options for this package")
     args = parser.parse_args(argv)
     if "peer" in args.sides and not args.peer_python:

@@ -15,12 +15,14 @@ import json
 import random
 import re
 import sys
+import sysconfig
 from pathlib import Path
 
 WIKIPEDIA_FILE = "enwiki-latest-pages-articles1.xml-p000000010p000030302-shortened.bz2"
 NEWS_FILE = "lee_background.cor"
 HELD_OUT_EVERY = 6
 MIN_WIKIPEDIA_CHARS = 4000
+MIN_SOURCE_CHARS = 4000
 
 _PAGE = re.compile(r"<page>.*?<ns>(\d+)</ns>.*?<text[^>]*>(.*?)</text>", re.DOTALL)
 _TEMPLATE = re.compile(r"\{\{[^{}]*\}\}")
@@ -31,6 +33,7 @@ _LAST_SECTIONS = re.compile(
     r"^==\s*(?:References|Notes|Footnotes|See also|External links|Further reading|Bibliography|Sources|Citations)\b",
     re.IGNORECASE | re.MULTILINE,
 )
+_DEFINITION = re.compile(r"^(?:class|def) ", re.MULTILINE)
 # In order: a later pattern relies on what an earlier one has removed.
 _SUBSTITUTIONS: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"<ref[^<>]*/>"), ""),
@@ -102,6 +105,20 @@ def read_news(data_dir: Path) -> list[str]:
     """Return the 300 short news articles of the Lee corpus, in file order (roughly 200 words each)."""
     lines = (data_dir / NEWS_FILE).read_text(encoding="latin-1").splitlines()
     return [line.strip() for line in lines if line.strip()]
+
+
+def read_python_source(min_chars: int = MIN_SOURCE_CHARS) -> list[str]:
+    """Return the code of the running Python's own modules from their first class or function on, in order of name.
+
+    It differs a little from one Python version to the next.
+    """
+    sources = []
+    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        first = _DEFINITION.search(text)
+        if first is not None and len(text) - first.start() >= min_chars:
+            sources.append(text[first.start() :])
+    return sources
 
 
 READ_SOURCE = {"wikipedia": read_wikipedia, "news": read_news}

@@ -23,8 +23,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("cli",),
     ("autoround", "evaluation"),
     ("pipeline",),
-    ("compressor", "export", "inference"),
-    ("block_quantizer",),
+    ("model_source",),
+    ("compressor", "export", "inference", "mixed_precision"),
+    ("block_quantizer", "block_walk"),
     ("plan",),
     ("layer_plan",),
     ("calibration", "tuning", "formats"),
@@ -54,16 +55,16 @@ ATTRIBUTE_PROBES: dict[str, int] = {
     "__init__.py": 1,
     "calibration/chat_text.py": 1,
     "calibration/data_rows.py": 1,
+    "calibration/probes.py": 1,
     "calibration/record_encoder.py": 3,
     "cli/main.py": 2,
     "cli/quantize.py": 2,
-    "config.py": 3,
     "evaluation/compare.py": 1,
     "evaluation/lm_eval_backend.py": 1,
     "evaluation/tasks.py": 4,
     "inference/linear.py": 2,
     "inference/load.py": 1,
-    "pipeline.py": 3,
+    "model_source.py": 3,
     "plan.py": 1,
 }
 
@@ -380,21 +381,25 @@ FROZEN_OPTIONS: dict[str, str] = {
     """,
     "cli/evaluate.py::add_compare_parser": """
         --batch_size --bs --dataset --debug --device --device_map --devices --dtype --json --kernel --nsample
-        --nsamples --seed --seq_len --seqlen --trust_remote_code
+        --nsamples --per_block --seed --seq_len --seqlen --trust_remote_code
     """,
     "cli/main.py::build_parser": """
         --version
     """,
+    "cli/quantize.py::_add_tuning_options": """
+        --act_headroom --algorithm --disable_quanted_input --disable_range_probes --enable_quanted_input
+        --gradient_accumulate_steps --iter --iters --keep_layers --lr --minmax_lr --moe_input_scale
+        --not_use_best_mse --target_kl --unseen_experts
+    """,
     "cli/quantize.py::add_quantize_parser": """
-        --act_bits --act_data_type --act_group_size --act_headroom --algorithm --batch_size --bits --bs
-        --calibration_dtype
+        --act_bits --act_data_type --act_group_size --batch_size --bits --bs --calibration_dtype
         --data_type --dataset --debug --device --device_map --devices --disable_act_dynamic
-        --disable_quanted_input --enable_quanted_input --enable_torch_compile --eval_bs --format --formats
-        --fp_layers --gradient_accumulate_steps --group_size --ignore_layers --include_path --iter --iters
-        --layer_config --limit --low_gpu_mem_usage --lr --max_shard_size --minmax_lr --model --model_name
-        --model_name_or_path --moe_input_scale --not_use_best_mse --nsample --nsamples --num_fewshot --output_dir
+        --enable_torch_compile --eval_bs --format --formats
+        --fp_layers --group_size --ignore_layers --include_path
+        --layer_config --limit --low_gpu_mem_usage --max_shard_size --model --model_name
+        --model_name_or_path --nsample --nsamples --num_fewshot --output_dir
         --overwrite --quant_lm_head --scheme --seed --seq_len --seqlen --static_kv_dtype --task --tasks --train_bs
-        --trust_remote_code --unseen_experts
+        --trust_remote_code
     """,
 }
 

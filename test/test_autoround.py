@@ -53,7 +53,7 @@ def test_an_unknown_keyword_is_a_type_error(keyword: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"iters": 200}, "iters"),
+        ({"iters": -1}, "iters"),
         ({"scheme": "W4A16"}, "W4A16"),
         ({"scheme": {"bits": 4}}, r"bits \(4\)"),
         ({"scheme": {"group_size": 128}}, r"group_size \(128\)"),
@@ -110,6 +110,20 @@ def test_quantize_then_save_equals_quantize_and_save(tmp_path: Path, family: str
     assert_same_export(one, two)
     assert torch.equal(logits(model), logits(reloaded))
     assert torch.equal(logits(model), logits(load_quantized_model(two)))
+
+
+def test_layers_that_were_chosen_to_stay_are_not_chosen_again_by_save_quantized(tmp_path: Path) -> None:
+    source = save_tiny_model(tmp_path / "source")
+    _, one = rounder(source, keep_layers=2).quantize_and_save(tmp_path / "one")
+    apart = rounder(source, keep_layers=2)
+    _, schemes = apart.quantize()
+    two = apart.save_quantized(tmp_path / "two", max_shard_size="5GB")
+    assert_same_export(one, two)
+    reports = [json.loads((Path(out) / "quantization_report.json").read_text()) for out in (one, two)]
+    assert reports[0]["mixed_precision"] == reports[1]["mixed_precision"]
+    kept = {fqn for fqn, scheme in schemes.items() if scheme["bits"] == 16}
+    assert kept == set(reports[0]["mixed_precision"]["kept"]) == set(reports[0]["ignored"])
+    assert len(kept) >= 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

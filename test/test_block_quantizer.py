@@ -15,7 +15,8 @@ from autoround_fp8.compressor import CompressionResult
 from autoround_fp8.config import ALGORITHMS, QuantizeConfig
 from autoround_fp8.errors import ConfigError, NumericsError
 from autoround_fp8.export import MemorySink
-from autoround_fp8.pipeline import compress, open_model, prepare
+from autoround_fp8.model_source import open_model
+from autoround_fp8.pipeline import compress, prepare
 
 ROWS = torch.randint(4, VOCAB_SIZE, (8, 40), generator=torch.Generator().manual_seed(5))
 
@@ -40,13 +41,14 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_algorithm_of_the_config_runs_and_differs(dense: Path) -> None:
-    found = {algorithm: quantized(dense, algorithm=algorithm) for algorithm in ALGORITHMS}
+    steps = {"signround": {"iters": 20, "lr": 0.02, "enable_quanted_input": False, "not_use_best_mse": True}}
+    found = {algorithm: quantized(dense, algorithm=algorithm, **steps.get(algorithm, {})) for algorithm in ALGORITHMS}
     name = "model.layers.1.mlp.down_proj"
     codes = [codes_of(sink, name) for sink, _ in found.values()]
-    assert len(codes) == 3
+    assert len(codes) == len(ALGORITHMS) == 4
     assert not any(torch.equal(one, other) for i, one in enumerate(codes) for other in codes[:i])
     for algorithm, (_, result) in found.items():
-        assert set(algorithms_of(result).values()) == {algorithm}
+        assert set(algorithms_of(result).values()) == {"rtn+signround" if algorithm == "signround" else algorithm}
         inputs = [[layer.input_scale for layer in block.layers] for block in result.blocks]
         assert inputs == [[layer.input_scale for layer in block.layers] for block in found["rtn"][1].blocks]
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import FAMILIES, PAD, VOCAB_SIZE, save_tiny_model, tiny_model
+from tiny_models import FAMILIES, PAD, VOCAB_SIZE, save_tiny_model, tiny_model, tiny_tokenizer
+from tiny_moe_models import dead_experts_model
 from transformers import AutoModelForCausalLM
 
 from autoround_fp8.calibration.dataset import make_batches
@@ -17,8 +18,10 @@ from autoround_fp8.config import QuantizeConfig
 from autoround_fp8.errors import NumericsError
 from autoround_fp8.export import MemorySink
 from autoround_fp8.inference.load import load_quantized_model
-from autoround_fp8.pipeline import compress, export_run, open_model, prepare
-from autoround_fp8.records import QuantizedLinear
+from autoround_fp8.model_source import open_model
+from autoround_fp8.pipeline import compress, export_run, prepare
+from autoround_fp8.records import LayerReport, QuantizedLinear
+from autoround_fp8.tuning.input_ranges import UNSEEN
 
 
 def rows(count: int = 3, length: int = 20, seed: int = 7) -> list[torch.Tensor]:
@@ -283,3 +286,82 @@ def test_a_model_in_memory_is_left_as_it_is() -> None:
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     compressed(model, rows())
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+RARE = 101
+
+
+@pytest.fixture
+def with_sink(tmp_path: Path) -> Path:
+    """A model in which one special token, which no data has, is 50 times as large as all others."""
+    model = tiny_model("llama")
+    with torch.no_grad():
+        model.model.embed_tokens.weight[:, 5] = 0.0
+        model.model.embed_tokens.weight[RARE, 5] = 50.0
+        model.model.layers[0].input_layernorm.weight[5] = 50.0
+    model.save_pretrained(tmp_path / "sink")
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": [f"w{RARE}"]})
+    tokenizer.save_pretrained(tmp_path / "sink")
+    return tmp_path / "sink"
+
+
+def layers_of(result: CompressionResult) -> dict[str, LayerReport]:
+    return {layer.fqn: layer for block in result.blocks for layer in block.layers}
+
+
+@pytest.mark.parametrize("enable_quanted_input", [False, True])
+def test_probes_find_a_sink_that_the_data_never_show(with_sink: Path, enable_quanted_input: bool) -> None:
+    data = [row[row != RARE][:18] for row in rows(10)]
+    settings = {"algorithm": "gptq", "act_headroom": 1.0, "enable_quanted_input": enable_quanted_input}
+    plain, without, _ = compressed(with_sink, data, range_probes=False, **settings)
+    probed, result, run = compressed(with_sink, data, **settings)
+    assert sum(batch.numel() for batch in run.probes) == 512
+    name = "model.layers.0.self_attn.q_proj"
+    assert layers_of(result)[name].input_amax > 20 * layers_of(without)[name].input_amax
+    assert float(probed[name].input_scale) > 20 * float(plain[name].input_scale)
+    for fqn, layer in layers_of(result).items():
+        other = layers_of(without)[fqn]
+        assert layer.input_amax >= other.input_amax or (enable_quanted_input and ".1." in fqn)
+        assert layer.num_tokens == other.num_tokens == 180
+        assert layer.algorithm == other.algorithm == "gptq"
+    assert [len(batch) for batch in result.hidden_states] == [len(batch) for batch in same_batches(run)]
+
+
+def test_probes_count_for_nothing_but_ranges(with_sink: Path) -> None:
+    plain, without, _ = compressed(with_sink, rows(10), range_probes=False, algorithm="gptq")
+    probed, result, run = compressed(with_sink, rows(10), algorithm="gptq")
+    assert any(layer.input_scale > plain[fqn].input_scale for fqn, layer in probed.items())
+    for fqn, layer in plain.items():  # equal codes: equal second moments
+        assert torch.equal(layer.weight.view(torch.uint8), probed[fqn].weight.view(torch.uint8)), fqn
+        assert torch.equal(layer.weight_scale, probed[fqn].weight_scale), fqn
+    assert len(result.hidden_states) == len(without.hidden_states)
+    for one, other in zip(result.hidden_states, without.hidden_states, strict=True):
+        assert torch.equal(one, other)
+    again, _, _ = compressed(with_sink, rows(10), algorithm="gptq")
+    assert_same_scales(probed, again, 0.0)
+    assert run.data.num_tokens == 200
+
+
+@pytest.mark.parametrize("mode", ["shared", "per_expert"])
+def test_an_expert_that_only_probes_reached_is_still_unseen(mode: str) -> None:
+    model = dead_experts_model()
+    model.model.embed_tokens.weight.data[RARE, 0] = -50.0
+    data = [row[row != RARE][:18] for row in rows()]
+    layers, result, _ = compressed(model, data, moe_input_scale=mode, act_headroom=1.0)
+    reports = layers_of(result)
+    assert [list(block.expert_tokens.values()) for block in result.blocks] == [[[54, 54, 0, 0]]] * 2
+    for leaf in ("gate_proj", "down_proj"):
+        experts = [f"model.layers.0.mlp.experts.{i}.{leaf}" for i in range(4)]
+        assert [reports[name].num_tokens for name in experts] == [54, 54, 0, 0]
+        assert [reports[name].source for name in experts[2:]] == [UNSEEN] * 2
+        largest = max(reports[name].input_amax for name in experts)
+        assert all(reports[name].input_amax > 0 for name in experts[2:])
+        assert all(float(layers[name].input_scale) >= largest / 448 for name in experts[2:])
+    with pytest.raises(NumericsError, match="2 of 4 experts saw no calibration token"):
+        compressed(model, data, moe_input_scale=mode, unseen_experts="error")
+
+
+def test_probes_can_be_switched_off(with_sink: Path) -> None:
+    _, _, run = compressed(with_sink, rows(), range_probes=False)
+    assert run.probes == ()

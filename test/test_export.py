@@ -20,7 +20,8 @@ from autoround_fp8.export import (
     quantization_config_file,
 )
 from autoround_fp8.formats.table import get_format
-from autoround_fp8.pipeline import open_model, prepare
+from autoround_fp8.model_source import open_model
+from autoround_fp8.pipeline import prepare
 from autoround_fp8.records import QuantizedLinear
 from autoround_fp8.schemes import parse_layer_config
 

@@ -26,9 +26,10 @@ from autoround_fp8.formats.base import ParsedQuantization
 from autoround_fp8.formats.table import get_format, parse_quantization
 from autoround_fp8.inference.load import load_quantized_model
 from autoround_fp8.layer_plan import LayerPlanner, LinearPlan
+from autoround_fp8.model_source import open_model
 from autoround_fp8.models.skeleton import Skeleton, build_skeleton
 from autoround_fp8.numerics.granularity import PER_CHANNEL, PER_TENSOR
-from autoround_fp8.pipeline import compress, export_run, open_model, prepare
+from autoround_fp8.pipeline import compress, export_run, prepare
 from autoround_fp8.plan import QuantizationPlan, make_plan
 from autoround_fp8.schemes import UNQUANTIZED, SchemeResolver, matches_layer, parse_layer_config, parse_scheme
 

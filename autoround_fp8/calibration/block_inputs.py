@@ -47,10 +47,12 @@ class CapturedCalls:
     Attributes:
         hidden_states: Per batch, what the first block is given, `[batch, tokens, hidden]`, in host memory.
         calls: Per batch, per block: further positional arguments and keyword arguments.
+        num_outputs: How many values a block returns; None = its hidden states alone, in no tuple.
     """
 
     hidden_states: list[torch.Tensor] = field(default_factory=list)
     calls: list[list[tuple[tuple[Any, ...], dict[str, Any]]]] = field(default_factory=list)
+    num_outputs: int | None = None
 
     def inputs(self, batch: int, block: int) -> BlockInputs:
         """The call of one block for one batch, with the batch's current hidden states."""
@@ -91,7 +93,6 @@ def capture_block_inputs(
             model's own code fails, naming where and the cause.
     """
     captured = CapturedCalls()
-    num_outputs: int | None = None
     interned: dict[Any, torch.Tensor] = {}
     for batch in batches:
         ids = batch.to(device)
@@ -101,8 +102,8 @@ def capture_block_inputs(
             args, kwargs = first[0]
             with with_first_block(), _forward_of(lambda: _block_text(0, blocks[0])):
                 out = blocks[0](*args, **kwargs)
-            num_outputs = len(out) if isinstance(out, (tuple, list)) else None
-        calls = _run_stubbed(model, blocks, ids, num_outputs)
+            captured.num_outputs = len(out) if isinstance(out, (tuple, list)) else None
+        calls = _run_stubbed(model, blocks, ids, captured.num_outputs)
         _check_calls(calls, len(blocks))
         hidden_states, _ = _split(*calls[0])
         captured.hidden_states.append(hidden_states.cpu())

@@ -45,7 +45,7 @@ def add_compare_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "compare",
         help="measure how far a checkpoint is from its original",
-        description="KL, top-1 agreement, perplexity, weight SQNR and size of DIR against REF.",
+        description="KL, top-1 agreement, perplexity, size, and errors of weights and blocks of DIR against REF.",
     )
     parser.add_argument("reference", metavar="REF", help="folder or hub id of the original")
     parser.add_argument("candidate", metavar="DIR", help="folder or hub id of the quantised checkpoint")
@@ -62,6 +62,7 @@ def add_compare_parser(subparsers: Any) -> None:
     group.add_argument("--trust_remote_code", action="store_true", help="run code from the folders (default: no)")
     group = parser.add_argument_group("output")
     group.add_argument("--json", metavar="FILE", help="write the report there")
+    group.add_argument("--per_block", action="store_true", help="print every block, not only the worst three (no)")
     parser.add_argument("--debug", action="store_true", help="show tracebacks and details")
 
 
@@ -117,7 +118,8 @@ def evaluate_folder(
 
 def run_compare(args: argparse.Namespace) -> int:
     """Compares two checkpoints. Returns the exit code."""
-    from autoround_fp8.evaluation.compare import compare_checkpoints, format_comparison
+    from autoround_fp8.evaluation.compare import compare_checkpoints
+    from autoround_fp8.evaluation.comparison_report import format_comparison
 
     target = _output_file(args.json, "json")
     report = compare_checkpoints(
@@ -133,7 +135,7 @@ def run_compare(args: argparse.Namespace) -> int:
         kernel=args.kernel,
         trust_remote_code=args.trust_remote_code,
     )
-    print(format_comparison(report))
+    print(format_comparison(report, per_block=args.per_block))
     if target is not None:
         target.write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
     return 0

@@ -18,13 +18,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# AutoRound options that mean nothing for static FP8 without gradient tuning: refused with a reason, never ignored.
+# AutoRound options that mean nothing here: refused with a reason, never ignored.
 REFUSED_OPTIONS = {
-    "--lr": "there is no gradient tuning in this version",
-    "--minmax_lr": "there is no gradient tuning in this version",
-    "--gradient_accumulate_steps": "there is no gradient tuning in this version",
-    "--not_use_best_mse": "there is no gradient tuning in this version",
-    "--enable_torch_compile": "there is no gradient tuning in this version",
+    "--enable_torch_compile": "tuning runs without torch.compile in this version",
     "--quant_lm_head": "the output layer always stays in 16 bit in this version",
     "--static_kv_dtype": "KV-cache scales are not written by this version",
 }
@@ -71,19 +67,7 @@ def add_quantize_parser(subparsers: Any) -> None:
     group.add_argument("--disable_act_dynamic", action="store_true", help=argparse.SUPPRESS)
     group.add_argument("--layer_config", help="JSON text or file: layer name or pattern -> scheme")
     group.add_argument("--ignore_layers", "--fp_layers", default="", help="layers that stay in 16 bit, comma list")
-    group = parser.add_argument_group("tuning")
-    group.add_argument(
-        "--iters", "--iter", type=int, default=0, help="steps of gradient tuning; 0, the only value so far"
-    )
-    group.add_argument("--algorithm", default="gptq", help="gptq (default), mse, rtn")
-    group.add_argument("--act_headroom", type=float, default=2.0, help="factor on every input range (2)")
-    group.add_argument("--moe_input_scale", default="shared", help="one for a layer's experts (shared), or per_expert")
-    group.add_argument("--unseen_experts", default="max", help="experts without tokens: the layer's max, or error")
-    switch = group.add_mutually_exclusive_group()
-    switch.add_argument(
-        "--enable_quanted_input", action="store_true", help="feed each block by the quantised blocks before it"
-    )
-    switch.add_argument("--disable_quanted_input", action="store_true", help="feed it by the original ones (default)")
+    _add_tuning_options(parser)
     group = parser.add_argument_group("evaluation after quantising")
     group.add_argument("--tasks", "--task", default="", help="lm-eval tasks, comma list")
     group.add_argument("--include_path", help="folder with further task files")
@@ -93,6 +77,40 @@ def add_quantize_parser(subparsers: Any) -> None:
     parser.add_argument("--debug", action="store_true", help="show tracebacks and details")
     for option, reason in REFUSED_OPTIONS.items():
         parser.add_argument(option, action=_Refuse, reason=reason, help=argparse.SUPPRESS)
+
+
+def _add_tuning_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("tuning")
+    group.add_argument(
+        "--iters", "--iter", type=int, default=0, help="steps of gradient tuning per block, after --algorithm (0)"
+    )
+    group.add_argument("--algorithm", default="gptq", help="gptq (default), mse, rtn, signround (needs --iters)")
+    group.add_argument("--lr", type=float, help="first step of the rounding offsets, in FP8 steps (1 / (4 iters))")
+    group.add_argument("--minmax_lr", type=float, default=0.0, help="first step of the factors on scales (0)")
+    group.add_argument("--gradient_accumulate_steps", type=int, default=1, help="batches per tuning step (1)")
+    group.add_argument("--not_use_best_mse", action="store_true", help="keep the last tuning step, not the best")
+    group.add_argument("--act_headroom", type=float, default=2.0, help="factor on every input range (2)")
+    group.add_argument(
+        "--disable_range_probes", action="store_true", help="input ranges from the samples alone, without probe tokens"
+    )
+    group.add_argument("--moe_input_scale", default="shared", help="one for a layer's experts (shared), or per_expert")
+    group.add_argument("--unseen_experts", default="max", help="experts without tokens: the layer's max, or error")
+    group.add_argument("--keep_layers", type=int, default=0, help="keep the N most harmful layers in 16 bit (0)")
+    group.add_argument("--target_kl", type=float, help="keep as few in 16 bit as this KL takes, nats per token")
+    switch = group.add_mutually_exclusive_group()
+    switch.add_argument(
+        "--enable_quanted_input",
+        action="store_const",
+        const=True,
+        help="feed each block by the quantised blocks before it (default with --iters)",
+    )
+    switch.add_argument(
+        "--disable_quanted_input",
+        action="store_const",
+        const=False,
+        dest="enable_quanted_input",
+        help="feed it by the original ones (default without)",
+    )
 
 
 class _Refuse(argparse.Action):
@@ -131,11 +149,18 @@ def config_from_args(args: argparse.Namespace) -> QuantizeConfig:
         batch_size=args.batch_size,
         seed=args.seed,
         iters=args.iters,
+        lr=args.lr,
+        minmax_lr=args.minmax_lr,
+        gradient_accumulate_steps=args.gradient_accumulate_steps,
+        not_use_best_mse=args.not_use_best_mse,
         algorithm=args.algorithm,
         enable_quanted_input=args.enable_quanted_input,
+        range_probes=not args.disable_range_probes,
         act_headroom=args.act_headroom,
         moe_input_scale=args.moe_input_scale,
         unseen_experts=args.unseen_experts,
+        keep_layers=args.keep_layers,
+        target_kl=args.target_kl,
         device=args.device,
         calibration_dtype=args.calibration_dtype,
         format=normalized_formats(args.format),
@@ -155,7 +180,8 @@ def run_quantize(args: argparse.Namespace) -> int:
     if not args.output_dir:
         raise ConfigError("no target is given: add --output_dir OUT")
     from autoround_fp8.device import resolve_device, reuse_freed_memory
-    from autoround_fp8.pipeline import check_output, export_run, open_model, prepare
+    from autoround_fp8.model_source import open_model
+    from autoround_fp8.pipeline import check_output, export_run, prepare
 
     config = config_from_args(args)
     resolve_device(config.device)
@@ -214,6 +240,9 @@ def progress(num_blocks: int) -> Callable[[BlockReport], None]:
             if done == num_blocks:
                 bar.close()
         else:
+            if report.tuning is not None:
+                first, best = report.tuning.losses[0], report.tuning.losses[report.tuning.best_step]
+                note += f", tuning {first:.2e} -> {best:.2e} at step {report.tuning.best_step}"
             left = (time.perf_counter() - started) / done * (num_blocks - done)
             logger.info(
                 "%d/%d %s %.1f s, %s, %s, %.0f s left", done, num_blocks, report.fqn, report.seconds, memory, note, left

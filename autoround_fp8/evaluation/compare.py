@@ -1,15 +1,14 @@
-"""How far a quantised checkpoint is from its original: KL, top-1 agreement, perplexity, weight SQNR, bytes.
+"""How far a quantised checkpoint is from its original: KL, top-1 agreement, perplexity, errors of weights and blocks.
 
-One model is in memory at a time: the reference leaves only its last hidden states and its output layer behind
-(`logits.py`). Both see the same tokens, in float32 unless asked otherwise.
+One model is in memory at a time: the reference leaves behind its last hidden states, its output layer (`logits.py`) and
+its blocks' outputs for a few tokens (`block_error.py`). Both see the same tokens, in float32 unless asked otherwise.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,66 +21,16 @@ from autoround_fp8.checkpoint.reader import CheckpointReader, TensorSource
 from autoround_fp8.checkpoint.source_format import is_native_fp8, open_source
 from autoround_fp8.device import peak_memory_bytes, release_memory, resolve_device
 from autoround_fp8.errors import CheckpointError, ConfigError, DataError, NumericsError
-from autoround_fp8.evaluation.logits import LogitStream, piece_length
+from autoround_fp8.evaluation.block_error import BlockError, block_errors, trace_blocks
+from autoround_fp8.evaluation.comparison_report import ComparisonReport
+from autoround_fp8.evaluation.logits import LogitStream
 from autoround_fp8.evaluation.weight_error import weight_sqnr
 from autoround_fp8.inference.load import load_model
 from autoround_fp8.models.skeleton import load_config, source_dtype
+from autoround_fp8.numerics.token_kl import kl_per_token, piece_length
 
 _TOKENIZER_FILES = {"tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "spiece.model"}
 _PROBE_TEXT = "The 7 quick brown foxes,\n\tjump! über 12.5% of the lazy dogs."
-
-
-@dataclass(frozen=True, kw_only=True)
-class ComparisonReport:
-    """What `compare_checkpoints` found. A scored token is one that has a successor in its document.
-
-    Attributes:
-        reference: The original, as the user named it.
-        candidate: The checkpoint compared with it.
-        dtype: dtype both models ran in.
-        kernel: Kernel asked for.
-        num_documents: Samples.
-        num_tokens: Scored tokens.
-        data_sha256: Over all token ids: equal for equal data.
-        kl_mean: KL(reference || candidate) per scored token, in nats.
-        kl_stderr: Its standard error over documents; None for a single document.
-        kl_max: KL of the worst token, in nats.
-        top1_agreement: Share of scored tokens for which both models predict the same token.
-        reference_perplexity: exp of the mean negative log-likelihood of the next token.
-        candidate_perplexity: The same of the candidate.
-        reference_bytes: Size of the tensor files.
-        candidate_bytes: The same of the candidate.
-        weight_sqnr_db: Layer -> SQNR of its dequantised weight in dB, for every FP8 layer; inf where it is exact.
-        unmatched_layers: FP8 layers whose weight the reference does not have under the same name.
-        seconds: Duration of the whole comparison.
-        peak_memory_bytes: Peak resident memory of this process.
-    """
-
-    reference: str
-    candidate: str
-    dtype: str
-    kernel: str
-    num_documents: int
-    num_tokens: int
-    data_sha256: str
-    kl_mean: float
-    kl_stderr: float | None
-    kl_max: float
-    top1_agreement: float
-    reference_perplexity: float
-    candidate_perplexity: float
-    reference_bytes: int
-    candidate_bytes: int
-    weight_sqnr_db: Mapping[str, float]
-    unmatched_layers: tuple[str, ...]
-    seconds: float
-    peak_memory_bytes: int
-
-    def to_dict(self) -> dict[str, Any]:
-        """The report as JSON values; numbers that JSON cannot hold (an infinite SQNR or perplexity) become None."""
-        fields = {**dataclasses.asdict(self), "weight_sqnr_db": dict(self.weight_sqnr_db)}
-        fields["unmatched_layers"] = list(self.unmatched_layers)
-        return {key: _json_value(value) for key, value in fields.items()}
 
 
 def compare_checkpoints(
@@ -138,7 +87,7 @@ def compare_checkpoints(
         raise DataError(f"data set {dataset!r} gives no document of two tokens or more")
     sqnr, unmatched = weight_sqnr(sides[0].weights, sides[1].weights)
     options = {"device": target, "dtype": dtype, "kernel": kernel, "trust_remote_code": trust_remote_code}
-    documents = _score(sides, batches, options)
+    documents, blocks = _score(sides, batches, options)
     kl_sums = torch.tensor([document.kl_sum for document in documents], dtype=torch.float64)
     counts = torch.tensor([document.num_tokens for document in documents], dtype=torch.float64)
     num_tokens = int(counts.sum())
@@ -160,34 +109,10 @@ def compare_checkpoints(
         candidate_bytes=_bytes_on_disk(sides[1].reader),
         weight_sqnr_db=sqnr,
         unmatched_layers=unmatched,
+        block_errors=blocks,
         seconds=time.perf_counter() - started,
         peak_memory_bytes=peak_memory_bytes(),
     )
-
-
-def format_comparison(report: ComparisonReport) -> str:
-    """A short table of a comparison, with the five worst weights."""
-    kl = f"{report.kl_mean:.6f}" + (f" ± {report.kl_stderr:.6f}" if report.kl_stderr is not None else "")
-    run = f"{report.dtype}, {report.kernel} kernel"
-    sizes = (report.reference_bytes, report.candidate_bytes)
-    rows = [
-        ("reference", report.reference),
-        ("candidate", report.candidate),
-        ("scored tokens", f"{report.num_tokens} in {report.num_documents} documents, {run}"),
-        ("KL per token", f"{kl} nats (worst {report.kl_max:.4f})"),
-        ("same top-1", f"{100 * report.top1_agreement:.2f} %"),
-        ("perplexity", f"{report.reference_perplexity:.4f} -> {report.candidate_perplexity:.4f}"),
-        ("tensor files", f"{sizes[0] / 1e6:.1f} MB -> {sizes[1] / 1e6:.1f} MB ({100 * sizes[1] / sizes[0]:.1f} %)"),
-        ("FP8 layers", str(len(report.weight_sqnr_db) + len(report.unmatched_layers))),
-    ]
-    if report.weight_sqnr_db:
-        values = report.weight_sqnr_db.values()
-        rows.append(("weight SQNR", f"mean {sum(values) / len(values):.2f} dB, lowest:"))
-        worst = sorted(report.weight_sqnr_db.items(), key=lambda item: item[1])[:5]
-        rows.extend(("", f"{value:6.2f} dB  {fqn}") for fqn, value in worst)
-    rows.append(("took", f"{report.seconds:.1f} s, peak memory {report.peak_memory_bytes / 1e6:.0f} MB"))
-    width = max(len(label) for label, _ in rows)
-    return "\n".join(f"{label.ljust(width)}  {text}" for label, text in rows)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,10 +186,13 @@ def _check_same_family(reference: _Side, candidate: _Side) -> None:
         raise CheckpointError(f"{where} cannot be compared: their tokenizers differ, so tokens are not the same text")
 
 
-def _score(sides: list[_Side], batches: list[torch.Tensor], options: dict[str, Any]) -> list[_DocumentScore]:
-    """Runs the reference, then the candidate, and scores every document."""
+def _score(
+    sides: list[_Side], batches: list[torch.Tensor], options: dict[str, Any]
+) -> tuple[list[_DocumentScore], tuple[BlockError, ...]]:
+    """Runs the reference, then the candidate, and scores every document and every block."""
     reference = LogitStream(load_model(sides[0].folder, **options))
     kept = [reference.hidden_states(tokens).cpu() for tokens in batches]
+    trace = trace_blocks(reference, batches)
     reference.release_blocks()
     release_memory()
     candidate = LogitStream(load_model(sides[1].folder, **options))
@@ -273,6 +201,8 @@ def _score(sides: list[_Side], batches: list[torch.Tensor], options: dict[str, A
             f"the output layers differ: {reference.vocab_size} rows in {sides[0].name!r}, {candidate.vocab_size} in "
             f"{sides[1].name!r}"
         )
+    errors = block_errors(candidate, trace)
+    del trace
     scores = []
     for tokens, reference_hidden in zip(batches, kept, strict=True):
         candidate_hidden = candidate.hidden_states(tokens)
@@ -280,7 +210,7 @@ def _score(sides: list[_Side], batches: list[torch.Tensor], options: dict[str, A
             hidden = (reference_hidden[row], candidate_hidden[row])
             pieces = list(_token_scores(reference, candidate, tokens[row], hidden))
             scores.append(_document_score(torch.cat(pieces, dim=1), sides))
-    return scores
+    return scores, errors
 
 
 def _token_scores(
@@ -305,9 +235,7 @@ def _token_scores(
         labels = targets[piece].to(log_p.device).unsqueeze(-1)
         same = (log_p.argmax(dim=-1) == log_q.argmax(dim=-1)).float()
         nll = [-log.gather(-1, labels).squeeze(-1) for log in (log_p, log_q)]
-        # xlogy's rule: an entry whose probability underflows to 0 counts nothing, even against log q = -inf.
-        kl = torch.where(log_p > -math.inf, log_p.exp() * (log_p - log_q), 0.0).sum(dim=-1)
-        yield torch.stack([kl, same, *nll]).cpu()
+        yield torch.stack([kl_per_token(log_p, log_q), same, *nll]).cpu()
 
 
 def _document_score(scores: torch.Tensor, sides: list[_Side]) -> _DocumentScore:
@@ -341,9 +269,3 @@ def _bytes_on_disk(reader: CheckpointReader) -> int:
 
 def _exp(value: float) -> float:
     return math.exp(value) if value < 700.0 else math.inf
-
-
-def _json_value(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _json_value(entry) for key, entry in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value

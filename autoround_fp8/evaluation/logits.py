@@ -15,9 +15,6 @@ from autoround_fp8.errors import UnsupportedModelError
 from autoround_fp8.models.patches import swapped_forwards
 from autoround_fp8.models.skeleton import find_blocks
 
-# Logits per piece: 64 MB in float32, and about five tensors of this size are alive at a time.
-_PIECE_ELEMENTS = 2**24
-
 
 class LogitStream:
     """One model, split at the output of its decoder.
@@ -38,6 +35,13 @@ class LogitStream:
         self._decoder = model.get_submodule(self._container.rpartition(".")[0])
         self._output_type: Any = None
         self.vocab_size = int(model.get_output_embeddings().weight.shape[0])
+        self.hidden_size = int(model.config.get_text_config(decoder=True).hidden_size)
+
+    @property
+    def blocks(self) -> dict[str, nn.Module]:
+        """Module name -> decoder block, in order; none once they are released."""
+        blocks: Any = self._model.get_submodule(self._container)
+        return {f"{self._container}.{index}": block for index, block in enumerate(blocks)}
 
     @torch.no_grad()
     def hidden_states(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -85,8 +89,3 @@ class LogitStream:
         if issubclass(self._output_type, tuple):
             return (hidden,)
         return self._output_type(last_hidden_state=hidden)
-
-
-def piece_length(vocab_size: int) -> int:
-    """How many tokens' logits to make at a time."""
-    return max(1, _PIECE_ELEMENTS // vocab_size)

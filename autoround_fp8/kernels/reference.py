@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch.nn import functional as F
 
 from autoround_fp8.kernels.base import LinearProblem
 from autoround_fp8.numerics.fp8 import decode_fp8, quantize_fp8, token_scale
+from autoround_fp8.records import QuantizedLinear
 
 
 def reference_linear(
@@ -34,6 +37,24 @@ def reference_linear(
     if bias is not None:
         y = y + bias.float()
     return y.to(x.dtype)
+
+
+def simulated_forward(
+    layers: Sequence[QuantizedLinear], device: torch.device
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The forward of a Linear under the reference kernel: of its one quantised layer, or of several joined by rows."""
+    moved = [
+        (
+            layer.weight.to(device),
+            layer.weight_scale.to(device),
+            None if layer.input_scale is None else layer.input_scale.to(device),
+            None if layer.bias is None else layer.bias.to(device),
+        )
+        for layer in layers
+    ]
+    if len(moved) == 1:
+        return lambda x: reference_linear(x, *moved[0])
+    return lambda x: torch.cat([reference_linear(x, *layer) for layer in moved], dim=-1)
 
 
 class ReferenceKernel:

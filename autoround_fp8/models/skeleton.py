@@ -96,6 +96,13 @@ class Skeleton:
         return getattr(self.config.get_text_config(decoder=True), "max_position_embeddings", None)
 
     @property
+    def padding_id(self) -> int | None:
+        """The token id that is nothing but padding; None if the config names none, or one that is BOS or EOS too."""
+        config = self.config.get_text_config(decoder=True)
+        padding, bos, eos = (getattr(config, f"{name}_token_id", None) for name in ("pad", "bos", "eos"))
+        return None if padding in (bos, *(eos if isinstance(eos, list) else [eos])) else padding
+
+    @property
     def vocab_size(self) -> int:
         """Rows of the input embedding."""
         return int(self.model.get_input_embeddings().weight.shape[0])

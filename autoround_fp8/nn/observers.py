@@ -1,10 +1,11 @@
-"""Watches what reaches linear layers: the largest absolute input and the number of tokens."""
+"""Watches what reaches linear layers: the largest absolute inputs and the number of tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,13 +13,28 @@ from torch import nn
 
 from autoround_fp8.errors import NumericsError
 
+# Tokens whose own largest value is kept; `num_peak_tokens` ends there.
+_NUM_LARGEST = 16
+
 
 @dataclass
 class InputRange:
-    """What one linear layer has seen: largest absolute value (0 before any token) and number of tokens."""
+    """What one linear layer has seen.
+
+    Attributes:
+        amax: Largest absolute value; 0 before any token.
+        num_tokens: Tokens that count (see `AbsMaxObserver.attached`).
+        largest: Largest absolute value of a token, of the 16 tokens where it is largest, in falling order.
+    """
 
     amax: float = 0.0
     num_tokens: int = 0
+    largest: list[float] = field(default_factory=list)
+
+    @property
+    def num_peak_tokens(self) -> int:
+        """How many tokens reach half of `amax`; 16 stands for 16 or more."""
+        return sum(value >= self.amax / 2 for value in self.largest)
 
 
 class AbsMaxObserver:
@@ -29,10 +45,15 @@ class AbsMaxObserver:
 
     def __init__(self) -> None:
         self.ranges: dict[str, InputRange] = {}
-        self._last: tuple[torch.Tensor, int, float] | None = None
+        self._last: tuple[torch.Tensor, int, list[float]] | None = None
 
-    def observe(self, name: str, x: torch.Tensor) -> None:
+    def observe(self, name: str, x: torch.Tensor, *, is_counted: bool = True) -> None:
         """Takes one input `[..., in_features]` of the layer `name` into account.
+
+        Args:
+            name: The layer.
+            x: Its input.
+            is_counted: Whether its tokens count in `num_tokens`; they always do in the range.
 
         Raises:
             NumericsError: If the input holds NaN or infinity, naming the layer.
@@ -43,24 +64,32 @@ class AbsMaxObserver:
         # Inference tensors have no version, so a change in place could not be seen: their range is always computed.
         version = None if x.is_inference() else x._version
         if version is not None and self._last is not None and self._last[0] is x and self._last[1] == version:
-            amax = self._last[2]
+            largest = self._last[2]
         else:
-            low, high = torch.aminmax(x)
-            amax = float(torch.maximum(low.abs(), high.abs()))
-            self._last = None if version is None else (x, version, amax)
-        if not amax <= torch.finfo(torch.float32).max:
-            raise NumericsError(f"the input of {name!r} holds NaN or infinity during calibration")
-        seen.amax = max(seen.amax, amax)
-        seen.num_tokens += x.numel() // x.shape[-1]
+            largest = _largest_tokens(x)
+            self._last = None if version is None else (x, version, largest)
+        if not largest[0] <= torch.finfo(torch.float32).max:
+            where = "during calibration" if is_counted else "in a range probe (--disable_range_probes leaves them out)"
+            raise NumericsError(f"the input of {name!r} holds NaN or infinity {where}")
+        seen.amax = max(seen.amax, largest[0])
+        seen.largest = sorted(seen.largest + largest, reverse=True)[:_NUM_LARGEST]
+        seen.num_tokens += x.numel() // x.shape[-1] if is_counted else 0
 
     @contextmanager
-    def attached(self, modules: Mapping[str, nn.Module]) -> Iterator[None]:
-        """Observes the given layers for the duration of the context."""
+    def attached(self, modules: Mapping[str, nn.Module], *, is_counted: bool = True) -> Iterator[None]:
+        """Observes the given layers for the duration of the context; arguments as of `observe`."""
         try:
-            with inputs_watched(modules, self.observe):
+            with inputs_watched(modules, partial(self.observe, is_counted=is_counted)):
                 yield
         finally:
             self._last = None
+
+
+def _largest_tokens(x: torch.Tensor) -> list[float]:
+    """Largest absolute value of a token, of the tokens where it is largest, in falling order; NaN comes first."""
+    # Two passes: aminmax along a dimension, the infinity norm and abs().amax() take two to ten times as long.
+    by_token = torch.maximum(x.amax(dim=-1), -x.amin(dim=-1)).reshape(-1)
+    return by_token.topk(min(_NUM_LARGEST, by_token.numel())).values.tolist()
 
 
 @contextmanager

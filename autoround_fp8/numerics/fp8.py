@@ -97,6 +97,19 @@ def round_to_fp8(x: torch.Tensor) -> torch.Tensor:
     return magnitude.add_(magic).sub_(magic).copysign_(x)
 
 
+def fp8_step(x: torch.Tensor) -> torch.Tensor:
+    """Distance from `|x|` to the next larger value that an FP8 E4M3FN code stands for, had it no largest value.
+
+    Args:
+        x: Float32, any shape.
+
+    Returns:
+        Float32 of the same shape: a power of two, at least 2**-9.
+    """
+    power = x.view(torch.int32).bitwise_and(0x7F800000).clamp_(min=121 << 23)
+    return power.sub_(3 << 23).view(torch.float32)
+
+
 def decode_fp8(codes: torch.Tensor) -> torch.Tensor:
     """Turns FP8 E4M3FN codes into the float32 values they stand for, exactly, and on a CPU faster than `.float()`.
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from autoround_fp8.numerics.fp8 import FP8_DTYPE, FP8_MAX
+from autoround_fp8.numerics.fp8 import FP8_DTYPE, FP8_MAX, round_to_fp8
 
 # Columns rounded before their errors are taken to the rest in one product.
 _BLOCK = 128
@@ -66,21 +66,28 @@ def compensate(weight: torch.Tensor, scale: torch.Tensor, factor: CompensationFa
     Returns:
         float8_e4m3fn `[out, in]`.
     """
-    num_rows, num_columns = weight.shape
-    rest = (weight.float() / scale)[:, factor.order].t().contiguous()  # a column of the weight is a row here
-    codes = torch.empty(num_columns, num_rows, dtype=FP8_DTYPE, device=weight.device)
+    wanted = (weight.float() / scale)[:, factor.order].t().contiguous()  # a column of the weight is a row here
+    values = _compensated(wanted, factor.upper)
+    codes = torch.empty(values.shape, dtype=FP8_DTYPE, device=weight.device)
+    codes.view(torch.uint8)[factor.order] = values.to(FP8_DTYPE).view(torch.uint8)  # FP8 cannot be indexed everywhere
+    return codes.t().contiguous()
+
+
+def _compensated(wanted: torch.Tensor, upper: torch.Tensor) -> torch.Tensor:
+    """Rounds `[in, out]` row by row; what a row loses, the rows after it make up for. Values of codes, float32."""
+    num_columns, num_rows = wanted.shape
+    rest = wanted.clone()
     for start in range(0, num_columns, _BLOCK):
         end = min(start + _BLOCK, num_columns)
-        upper = factor.upper[start:end, start:end]
-        errors = torch.empty(end - start, num_rows, device=weight.device)
+        inner = upper[start:end, start:end]
+        diagonal = inner.diagonal().tolist()
+        errors = torch.empty(end - start, num_rows, device=wanted.device)
         for i in range(end - start):
-            column = rest[start + i]
-            codes[start + i] = column.clamp(-FP8_MAX, FP8_MAX).to(FP8_DTYPE)
-            errors[i] = (column - codes[start + i].float()) / upper[i, i]
+            rounded = round_to_fp8(rest[start + i].clamp(-FP8_MAX, FP8_MAX))
+            torch.sub(rest[start + i], rounded, out=errors[i]).div_(diagonal[i])
+            rest[start + i] = rounded
             if i + 1 < end - start:
-                rest[start + i + 1 : end].addr_(upper[i, i + 1 :], errors[i], alpha=-1.0)
+                rest[start + i + 1 : end].addr_(inner[i, i + 1 :], errors[i], alpha=-1.0)
         if end < num_columns:
-            rest[end:].addmm_(factor.upper[start:end, end:].t(), errors, alpha=-1.0)
-    restored = torch.empty_like(codes)
-    restored.view(torch.uint8)[factor.order] = codes.view(torch.uint8)  # FP8 cannot be indexed everywhere
-    return restored.t().contiguous()
+            rest[end:].addmm_(upper[start:end, end:].t(), errors, alpha=-1.0)
+    return rest

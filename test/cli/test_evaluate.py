@@ -73,16 +73,31 @@ def test_compare_prints_a_table_and_writes_json(models, tmp_path, capsys):
     words = ["compare", models / "plain", models / "fp8", "--nsamples", "2", "--seqlen", "24", "--json", file]
     words += ["--device", "cpu", "--batch_size", "1", "--seed", "7", "--dtype", "bfloat16", "--kernel", "auto"]
     assert run_compare(_parse(words)) == 0
-    assert "KL per token" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "KL per token" in printed
+    assert "those that add most" in printed
     report = json.loads(file.read_text())
     assert (report["num_documents"], report["dtype"], report["kernel"]) == (2, "bfloat16", "auto")
     assert len(report["weight_sqnr_db"]) == 14
+    assert [entry["name"] for entry in report["block_errors"]] == ["model.layers.0", "model.layers.1"]
+
+
+def test_compare_prints_every_block_on_request(models, capsys):
+    words = ["compare", models / "plain", models / "fp8", "--nsamples", "1", "--seqlen", "16", "--device", "cpu"]
+    assert run_compare(_parse([*words, "--per_block"])) == 0
+    printed = capsys.readouterr().out
+    assert "all blocks" in printed
+    assert [line.split()[0] for line in printed.splitlines() if line.lstrip().startswith("model.layers.")] == [
+        "model.layers.0",
+        "model.layers.1",
+    ]
 
 
 def test_defaults():
     args = _parse(["compare", "a", "b"])
     assert (args.dataset, args.nsamples, args.seqlen, args.seed, args.batch_size) == ("builtin", 16, 512, 1234, 4)
     assert (args.dtype, args.kernel, args.trust_remote_code) == ("float32", "reference", False)
+    assert args.per_block is False
     args = _parse(["eval", "a", "--tasks", "t"])
     assert (args.device, args.kernel, args.dtype, args.trust_remote_code) == ("auto", "auto", "auto", False)
 

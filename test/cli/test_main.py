@@ -131,13 +131,14 @@ def options_of(command: str) -> set[str]:
 
 
 QUANTIZE_OPTIONS = """
-    -h --help --model --model_name --model_name_or_path --device --device_map --devices --trust_remote_code --dataset
-    --seqlen --seq_len --nsamples --nsample --batch_size --train_bs --bs --seed --calibration_dtype --low_gpu_mem_usage
-    --output_dir --format --formats --max_shard_size --overwrite --scheme --bits --group_size --data_type --act_bits
-    --act_group_size --act_data_type --disable_act_dynamic --layer_config --ignore_layers --fp_layers --iters --iter
-    --algorithm --enable_quanted_input --disable_quanted_input --tasks --task --include_path --eval_bs --limit
-    --num_fewshot --debug --lr --minmax_lr --gradient_accumulate_steps --not_use_best_mse --enable_torch_compile
-    --quant_lm_head --static_kv_dtype --act_headroom --moe_input_scale --unseen_experts
+    -h --help --model --model_name --model_name_or_path --device --device_map --devices --trust_remote_code
+    --dataset --seqlen --seq_len --nsamples --nsample --batch_size --train_bs --bs --seed --calibration_dtype
+    --low_gpu_mem_usage --output_dir --format --formats --max_shard_size --overwrite --scheme --bits --group_size
+    --data_type --act_bits --act_group_size --act_data_type --disable_act_dynamic --layer_config --ignore_layers
+    --fp_layers --iters --iter --keep_layers --target_kl --algorithm --enable_quanted_input --disable_quanted_input
+    --tasks --task --include_path --eval_bs --limit --num_fewshot --debug --lr --minmax_lr
+    --gradient_accumulate_steps --not_use_best_mse --enable_torch_compile --quant_lm_head --static_kv_dtype
+    --act_headroom --moe_input_scale --unseen_experts --disable_range_probes
 """
 EVAL_OPTIONS = """
     -h --help --tasks --task --include_path --limit --num_fewshot --eval_bs --batch_size --device --device_map --devices
@@ -145,7 +146,7 @@ EVAL_OPTIONS = """
 """
 COMPARE_OPTIONS = """
     -h --help --dataset --nsamples --nsample --seqlen --seq_len --seed --batch_size --bs --device --device_map --devices
-    --dtype --kernel --trust_remote_code --json --debug
+    --dtype --kernel --trust_remote_code --json --per_block --debug
 """
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from tiny_models import save_tiny_model
 
-from autoround_fp8 import load_quantized_model, pipeline
+from autoround_fp8 import load_quantized_model, model_source
 from autoround_fp8.cli.main import build_parser, main
 from autoround_fp8.cli.quantize import config_from_args, progress
 from autoround_fp8.config import QuantizeConfig
@@ -65,8 +65,11 @@ ODD_VALUES: list[tuple[list[str], str, Any]] = [
     (["--overwrite"], "overwrite", True),
     (["--ignore_layers", "o_proj, down_proj"], "ignore_layers", ("o_proj", "down_proj")),
     (["--fp_layers", "o_proj"], "ignore_layers", ("o_proj",)),
+    (["--keep_layers", "3"], "keep_layers", 3),
+    (["--target_kl", "0.01"], "target_kl", 0.01),
     (["--enable_quanted_input"], "enable_quanted_input", True),
     (["--disable_quanted_input"], "enable_quanted_input", False),
+    (["--disable_range_probes"], "range_probes", False),
 ]
 
 
@@ -94,9 +97,12 @@ def test_schemes_reach_the_config() -> None:
         (["--data_type", "int"], "data_type"),
         (["--scheme", "W4A16"], "W4A16"),
         (["--scheme", "FP8_DYNAMIC", "--disable_act_dynamic"], "--disable_act_dynamic contradicts"),
-        (["--iters", "200"], "iters"),
+        (["--iters", "-1"], "iters"),
         (["--algorithm", "awq"], "awq"),
         (["--nsamples", "0"], "nsamples"),
+        (["--keep_layers", "-1"], "keep_layers"),
+        (["--target_kl", "0"], "target_kl"),
+        (["--target_kl", "0.1", "--keep_layers", "1"], "give one of them"),
         (["--format", "gguf"], "gguf"),
         (["--layer_config", "{broken"], "not valid JSON"),
         (["--layer_config", "no/such/file.json"], "neither JSON text nor a readable file"),
@@ -127,7 +133,7 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Pat
         (["./no_such_folder", "--output_dir", out], 1, "no_such_folder"),
         ([str(tmp_path), "--output_dir", out], 1, "config.json"),
         ([model, "--output_dir", out, "--bits", "4"], 2, "bits (4)"),
-        ([model, "--output_dir", out, "--iters", "200"], 2, "iters (200)"),
+        ([model, "--output_dir", out, "--iters", "-1"], 2, "iters (-1)"),
         ([model, "--output_dir", out, "--device", "cuda:77"], 2, "cuda:77"),
         ([model, "--output_dir", out, "--device", "0,1"], 2, "several devices"),
         ([model, "--output_dir", model], 2, "source model"),
@@ -170,7 +176,7 @@ def test_unknown_tasks_are_found_before_the_work(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("lm_eval")
-    monkeypatch.setattr(pipeline, "open_model", None)
+    monkeypatch.setattr(model_source, "open_model", None)
     code = main([model, "--output_dir", str(tmp_path / "out"), "--tasks", "no_such_task_at_all"])
     assert code != 0
     assert "no_such_task_at_all" in capsys.readouterr().err
@@ -186,6 +192,7 @@ def report(name: str, *sqnr: float) -> BlockReport:
             input_amax=1.0,
             input_scale=1.0,
             num_tokens=1,
+            num_peak_tokens=1,
         )
         for i, value in enumerate(sqnr)
     )

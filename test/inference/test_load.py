@@ -20,7 +20,8 @@ from autoround_fp8 import AutoRound, WeightFP8ActFP8StaticQuantLinear, load_quan
 from autoround_fp8.config import QuantizeConfig
 from autoround_fp8.errors import CheckpointError, ConfigError
 from autoround_fp8.inference.load import load_model
-from autoround_fp8.pipeline import export_run, open_model, prepare
+from autoround_fp8.model_source import open_model
+from autoround_fp8.pipeline import export_run, prepare
 from autoround_fp8.schemes import parse_layer_config
 
 ROWS = torch.randint(4, VOCAB_SIZE, (3, 16), generator=torch.Generator().manual_seed(3))

@@ -24,8 +24,9 @@ from autoround_fp8.errors import AutoRoundError, CheckpointError, ConfigError, U
 from autoround_fp8.export import MemorySink
 from autoround_fp8.formats.table import default_scheme, get_formats, parse_quantization
 from autoround_fp8.inference.load import load_model, load_quantized_model
+from autoround_fp8.model_source import open_model
 from autoround_fp8.numerics.fp8 import dequantize_fp8
-from autoround_fp8.pipeline import ExportSummary, PreparedRun, compress, export_run, open_model, prepare
+from autoround_fp8.pipeline import ExportSummary, PreparedRun, compress, export_run, prepare
 from autoround_fp8.schemes import parse_layer_config, parse_scheme
 
 pytestmark = pytest.mark.integration
@@ -268,6 +269,46 @@ def test_dynamic_inputs_and_algorithms(base: Path, algorithm: str, used: str) ->
     assert {layer.algorithm for block in result.blocks for layer in block.layers} == {used}
 
 
+def test_dynamic_inputs_need_data_to_tell_the_harmful_layers_only(base: Path, tmp_path: Path) -> None:
+    run = prepared(source_of(base, "dense"), "llm_compressor", "FP8_DYNAMIC", keep_layers=1)
+    assert len(run.data.samples) == len(ROWS)
+    assert run.probes == ()
+    summary = export_run(run, tmp_path / "out")
+    kept = summary.report["mixed_precision"]["kept"]
+    parsed = parse_quantization(block_of(summary.folder))[1]
+    assert kept
+    assert not any(parsed.resolve(name).is_quantized for name in kept)
+    assert summary.report["mixed_precision"]["kl_after"] < summary.report["mixed_precision"]["kl_before"]
+    layers = [layer for block in summary.report["blocks"] for layer in block["layers"]]
+    assert len(layers) == 14 - len(kept)
+    assert {layer["num_tokens"] for layer in layers} == {0}
+
+
+def test_layers_are_kept_in_every_format(base: Path, tmp_path: Path) -> None:
+    run = prepared(source_of(base, "dense"), "fp8,llm_compressor,fake", keep_layers=2)
+    summary = export_run(run, tmp_path / "out")
+    kept = summary.report["mixed_precision"]["kept"]
+    source = tensors_of(source_of(base, "dense"))
+    for folder in summary.folders.values():
+        tensors = tensors_of(folder)
+        assert kept
+        assert all(torch.equal(tensors[f"{name}.weight"], source[f"{name}.weight"]) for name in kept)
+
+
+def test_every_format_holds_what_was_tuned(base: Path, tmp_path: Path) -> None:
+    run = prepared(source_of(base, "dense"), "llm_compressor,fp8_static", iters=4, minmax_lr=0.01, lr=0.1)
+    sink = MemorySink()
+    compress(run, sink)
+    for name, folder in export_run(run, tmp_path / "out").folders.items():
+        checkpoint_format, parsed = parse_quantization(block_of(folder))
+        assert checkpoint_format.name == name
+        tensors = tensors_of(folder)
+        for fqn, layer in sink.layers.items():
+            found = checkpoint_format.decode(fqn, parsed.resolve(fqn), tensors)
+            assert torch.equal(found.weight.view(torch.uint8), layer.weight.view(torch.uint8)), fqn
+            assert torch.equal(found.input_scale, layer.input_scale), fqn
+
+
 def test_static_and_dynamic_layers_in_one_model(base: Path, tmp_path: Path) -> None:
     settings = {"layer_config": {"mlp": "FP8_DYNAMIC"}, "enable_quanted_input": True}
     run = prepared(source_of(base, "dense"), "llm_compressor", **settings)
@@ -293,6 +334,20 @@ def test_kernels_agree_on_dynamic_inputs(base: Path, case: str) -> None:
     ("case", "name", "scheme", "settings", "message"),
     [
         ("dense", "fp8_static", "FP8_DYNAMIC", {}, "'fp8_static' holds static input scales only"),
+        (
+            "dense",
+            "llm_compressor",
+            "FP8_DYNAMIC",
+            {"iters": 5},
+            r"iters \(5\) must be 0 where inputs are dynamic, as those of 'model\.layers\.0",
+        ),
+        (
+            "dense",
+            "llm_compressor",
+            "FP8_STATIC",
+            {"iters": 5, "layer_config": {"down_proj": "FP8_DYNAMIC"}},
+            r"those of 'model\.layers\.0\.mlp\.down_proj'",
+        ),
         ("dense", "fp8", "FP8_STATIC", {}, "'fp8' holds one static scale per matrix"),
         ("dense", "llm_compressor,fp8", "FP8_STATIC", {}, "'fp8' holds one static scale per matrix"),
         (

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import FAMILIES, VOCAB_SIZE, save_tiny_model, tiny_config
+from tiny_models import FAMILIES, PAD, VOCAB_SIZE, save_tiny_model, tiny_config
 from tiny_moe_models import tiny_moe_config
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -98,6 +98,18 @@ def test_blocks_and_names_of_every_family(tmp_path: Path, family: str):
     assert set(skeleton.sources.values()) == set(CheckpointReader(tmp_path).entries)
     assert skeleton.max_positions == 256
     assert skeleton.vocab_size == VOCAB_SIZE
+    assert skeleton.padding_id == PAD
+
+
+@pytest.mark.parametrize(
+    ("ids", "padding"),
+    [((5, 1, 2), 5), ((2, 1, 2), None), ((1, 1, 2), None), ((7, 1, [2, 7]), None), ((None, 1, 2), None)],
+)
+def test_padding_that_also_begins_or_ends_a_text_is_no_padding(tmp_path: Path, ids: Any, padding: int | None):
+    names = ("pad_token_id", "bos_token_id", "eos_token_id")
+    folder = save_tiny_model(tmp_path, with_tokenizer=False)
+    edit_config(folder, **dict(zip(names, ids, strict=True)))
+    assert skeleton_of(folder).padding_id == padding
 
 
 def test_skeleton_holds_no_weights_and_is_ready_for_inference(tmp_path: Path):
