@@ -24,7 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("autoround", "evaluation"),
     ("pipeline",),
     ("model_source",),
-    ("compressor", "export", "inference", "mixed_precision"),
+    ("compressor", "export", "inference", "inspection", "mixed_precision"),
     ("block_quantizer", "block_walk"),
     ("plan",),
     ("layer_plan",),
@@ -382,6 +382,9 @@ FROZEN_OPTIONS: dict[str, str] = {
     "cli/evaluate.py::add_compare_parser": """
         --batch_size --bs --dataset --debug --device --device_map --devices --dtype --json --kernel --nsample
         --nsamples --per_block --seed --seq_len --seqlen --trust_remote_code
+    """,
+    "cli/inspect.py::add_inspect_parser": """
+        --debug --json
     """,
     "cli/main.py::build_parser": """
         --version

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +18,6 @@ from autoround_fp8.cli.quantize import config_from_args, progress
 from autoround_fp8.config import QuantizeConfig
 from autoround_fp8.errors import ConfigError
 from autoround_fp8.records import BlockReport, LayerReport
-
-
-@pytest.fixture(autouse=True)
-def unchanged_logging() -> Iterator[None]:
-    loggers = logging.getLogger("autoround_fp8"), logging.getLogger("transformers")
-    before = [(list(logger.handlers), logger.level, logger.propagate) for logger in loggers]
-    with warnings.catch_warnings():
-        yield
-    for logger, (handlers, level, propagate) in zip(loggers, before, strict=True):
-        logger.handlers[:], logger.propagate = handlers, propagate
-        logger.setLevel(level)
 
 
 @pytest.fixture(scope="module")
