@@ -14,6 +14,7 @@ from typing import Any
 from autoround_fp8.checkpoint.writer import CONFIG_FILE, REPORT_FILE, CheckpointWriter
 from autoround_fp8.errors import CheckpointError
 from autoround_fp8.formats.base import CheckpointFormat
+from autoround_fp8.model_card import CARD_FILE, SOURCE_CARD_FILE
 from autoround_fp8.records import QuantizedLinear
 
 logger = logging.getLogger(__name__)
@@ -60,6 +61,7 @@ def exported_config(raw_config: Mapping[str, Any], block: Mapping[str, Any] | No
 def collect_side_files(folder: Path, *, trust_remote_code: bool) -> dict[str, Path | bytes]:
     """The files of a checkpoint folder to copy byte for byte: tokenizer, generation config, chat template, licence ...
 
+    The export has a README.md of its own; the folder's becomes `SOURCE_CARD_FILE`.
     Weights, indexes, config.json and files of an earlier quantisation are left out; Python files come along only when
     their code is trusted.
 
@@ -68,6 +70,7 @@ def collect_side_files(folder: Path, *, trust_remote_code: bool) -> dict[str, Pa
     """
     files: dict[str, Path | bytes] = {}
     skipped = []
+    has_card = (folder / CARD_FILE).is_file()
     for path in sorted(folder.iterdir()):
         name = path.name
         if not path.is_file() or name.startswith("."):
@@ -76,14 +79,14 @@ def collect_side_files(folder: Path, *, trust_remote_code: bool) -> dict[str, Pa
             continue
         if name.endswith(_WEIGHT_SUFFIXES) or name.endswith(".index.json") or name in _NOT_COPIED:
             continue
-        if name.endswith(".py") and not trust_remote_code:
+        if (name.endswith(".py") and not trust_remote_code) or (name == SOURCE_CARD_FILE and has_card):
             skipped.append(name)
             continue
         try:
             path.open("rb").close()
         except OSError as e:
             raise CheckpointError(f"cannot read {path}: {e.strerror or e}") from e
-        files[name] = path
+        files[SOURCE_CARD_FILE if name == CARD_FILE else name] = path
     if skipped:
         logger.info("not copied from the source folder: %s", ", ".join(skipped))
     return files

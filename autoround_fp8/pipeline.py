@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -33,6 +33,7 @@ from autoround_fp8.export import (
 )
 from autoround_fp8.formats.table import get_formats
 from autoround_fp8.mixed_precision import check_keep_layers, choose_kept_layers
+from autoround_fp8.model_card import CARD_FILE, SOURCE_CARD_FILE, model_card
 from autoround_fp8.model_source import ModelSource, load_tokenizer
 from autoround_fp8.models.skeleton import Skeleton, build_skeleton, source_dtype
 from autoround_fp8.plan import PlannedExport, QuantizationPlan, calibration_dtype, make_plan
@@ -40,6 +41,8 @@ from autoround_fp8.records import BlockReport
 from autoround_fp8.tuning.input_ranges import OBSERVED
 
 logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 REPORT_SCHEMA = 1
 # A range that fewer tokens than this come near may well be exceeded by the next ones.
@@ -232,7 +235,7 @@ def check_output(config: QuantizeConfig, output_dir: str | Path, source: ModelSo
     folders = {name: target if len(names) == 1 else target / name for name in names}
     for folder in folders.values():
         check_output_location(folder, source.folder)
-        check_target(folder, set(source.side_files), overwrite=config.overwrite)
+        check_target(folder, {*source.side_files, CARD_FILE}, overwrite=config.overwrite)
     return folders
 
 
@@ -258,21 +261,50 @@ def write_export(
     run: PreparedRun, output_dir: str | Path, fill: Callable[[FormatSink], list[BlockReport]], started: float
 ) -> ExportSummary:
     """Writes an export whose quantised layers `fill` puts into the sink it is given."""
-    folders = check_output(run.config, output_dir, run.source)
+
+    def report(export: PlannedExport, blocks: list[BlockReport]) -> dict[str, Any]:
+        return make_report(run, export, blocks, time.perf_counter() - started)
+
+    return write_formats(run.config, run.source, run.plan, output_dir, fill, report)
+
+
+def write_formats(
+    config: QuantizeConfig,
+    source: ModelSource,
+    plan: QuantizationPlan,
+    output_dir: str | Path,
+    fill: Callable[[FormatSink], _T],
+    report: Callable[[PlannedExport, _T], dict[str, Any]],
+) -> ExportSummary:
+    """Writes a plan's exports; each appears only when all are complete.
+
+    Args:
+        config: Format, target and shard settings.
+        source: What is copied from, tensors and side files.
+        plan: What is written.
+        output_dir: Target folder.
+        fill: Puts every quantised layer into the sink it is given.
+        report: Makes an export's report of what `fill` returned.
+    """
+    folders = check_output(config, output_dir, source)
     writers: list[tuple[CheckpointWriter, PlannedExport]] = []
     reports: list[dict[str, Any]] = []
     try:
-        for export in run.plan.exports:
+        for export in plan.exports:
             twin = next((writer for writer, other in writers if other.layout == export.layout), None)
-            writers.append((_open_writer(run, export, folders[export.format.name], twin), export))
+            side_files = _side_files(source, export)
+            folder = folders[export.format.name]
+            writer = CheckpointWriter(folder, export.layout, side_files, overwrite=config.overwrite, twin=twin)
+            writers.append((writer, export))
         own = [(writer, export) for writer, export in writers if not writer.is_twin]
-        blocks = fill(FormatSink(*((writer, export.format) for writer, export in own)))
+        made = fill(FormatSink(*((writer, export.format) for writer, export in own)))
         for writer, _ in own:
-            writer.copy_rest(run.source.tensors)
-        seconds = time.perf_counter() - started
+            writer.copy_rest(source.tensors)
+        card = _text_of(source.side_files.get(SOURCE_CARD_FILE))
         for writer, export in writers:
-            reports.append(make_report(run, export, blocks, seconds))
-            writer.finish(exported_config(run.source.raw_config, export.quantization_config), reports[-1])
+            reports.append(report(export, made))
+            written = exported_config(source.raw_config, export.quantization_config)
+            writer.finish(written, reports[-1], {CARD_FILE: model_card(reports[-1], card).encode()})
     except BaseException:
         for writer, _ in reversed(writers):  # the first one may have made the folder of all
             writer.abort()
@@ -280,13 +312,16 @@ def write_export(
     return ExportSummary(folder=next(iter(folders.values())), report=reports[0], folders=folders)
 
 
-def _open_writer(
-    run: PreparedRun, export: PlannedExport, folder: Path, twin: CheckpointWriter | None
-) -> CheckpointWriter:
-    side_files = dict(run.source.side_files)
+def _side_files(source: ModelSource, export: PlannedExport) -> dict[str, Path | bytes | None]:
+    side_files: dict[str, Path | bytes | None] = {**source.side_files, CARD_FILE: None}
     if export.format.writes_config_file and export.quantization_config is not None:
         side_files[QUANT_CONFIG_FILE] = quantization_config_file(export.quantization_config)
-    return CheckpointWriter(folder, export.layout, side_files, overwrite=run.config.overwrite, twin=twin)
+    return side_files
+
+
+def _text_of(content: Path | bytes | None) -> str | None:
+    data = content.read_bytes() if isinstance(content, Path) else content
+    return None if data is None else data.decode(errors="replace")
 
 
 def make_report(run: PreparedRun, export: PlannedExport, blocks: list[BlockReport], seconds: float) -> dict[str, Any]:

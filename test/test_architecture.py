@@ -26,7 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("model_source",),
     ("compressor", "export", "inference", "inspection", "mixed_precision"),
     ("block_quantizer", "block_walk"),
-    ("plan",),
+    ("plan", "model_card"),
     ("layer_plan",),
     ("calibration", "tuning", "formats"),
     ("models", "kernels"),

@@ -96,8 +96,14 @@ def test_side_files(tmp_path: Path, trust: bool) -> None:
     write(tmp_path, *KEPT, *LEFT, "modeling_x.py")
     (tmp_path / "original").mkdir()
     files = collect_side_files(tmp_path, trust_remote_code=trust)
-    assert sorted(files) == sorted([*KEPT, *(["modeling_x.py"] if trust else [])])
-    assert all(files[name] == tmp_path / name for name in files)
+    kept = {name: "README.source.md" if name == "README.md" else name for name in KEPT}
+    assert sorted(files) == sorted([*kept.values(), *(["modeling_x.py"] if trust else [])])
+    assert all(files[new] == tmp_path / old for old, new in kept.items())
+
+
+def test_an_older_card_gives_way_to_the_sources_own(tmp_path: Path) -> None:
+    write(tmp_path, "README.md", "README.source.md")
+    assert collect_side_files(tmp_path, trust_remote_code=False) == {"README.source.md": tmp_path / "README.md"}
 
 
 def test_a_link_to_a_file_is_followed(tmp_path: Path) -> None:

@@ -37,7 +37,8 @@ class CheckpointWriter:
     Args:
         output_dir: Target folder; made if missing. User files in it stay.
         layout: Every tensor's place.
-        side_files: File name -> source path or contents; config.json not among them.
+        side_files: File name -> source path, contents, or None for contents that `finish` is given; config.json not
+            among them.
         overwrite: Whether an earlier export of this package in the target may be replaced.
         twin: A writer with the same layout, finished before this one: its weights are linked or, where the file system
             has no hard links, copied, instead of written again.
@@ -52,7 +53,7 @@ class CheckpointWriter:
         self,
         output_dir: str | Path,
         layout: ExportLayout,
-        side_files: Mapping[str, Path | bytes],
+        side_files: Mapping[str, Path | bytes | None],
         *,
         overwrite: bool = False,
         twin: CheckpointWriter | None = None,
@@ -115,12 +116,15 @@ class CheckpointWriter:
             if planned.source is not None and name not in self._written:
                 self._put(name, source.chunks(planned.source))
 
-    def finish(self, config: Mapping[str, Any], report: Mapping[str, Any]) -> None:
+    def finish(
+        self, config: Mapping[str, Any], report: Mapping[str, Any], late_files: Mapping[str, bytes] | None = None
+    ) -> None:
         """Moves the finished files into place, config.json last.
 
         Args:
             config: Contents of config.json.
             report: Contents of quantization_report.json; the list of exported files is added.
+            late_files: Contents of the side files that had none.
 
         Raises:
             CheckpointError: If a planned tensor was not written, or a file cannot be moved.
@@ -132,10 +136,11 @@ class CheckpointWriter:
             if self._twin is not None:
                 for shard in self._layout.shards:
                     _link(self._twin.output_dir / shard.file, self._staging / shard.file)
-            for name, content in self._side_files.items():
+            for name, content in {**self._side_files, **(late_files or {})}.items():
                 if isinstance(content, Path):
                     shutil.copyfile(content, self._staging / name)
                 else:
+                    assert content is not None, name
                     (self._staging / name).write_bytes(content)
             if self._layout.is_sharded:
                 _write_json(self._staging / INDEX_FILE, self._layout.index())
