@@ -29,6 +29,7 @@ _READERS: dict[str, str] = {
     "fake": "A 16-bit model like any other, with weights rounded as FP8; its inputs are not quantised.",
 }
 _LICENCE_KEYS = ("license:", "license_name:", "license_link:")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]*/[\w.\-]+")
 _SHOWN_LAYERS = 8
 
 
@@ -40,9 +41,12 @@ def model_card(report: Mapping[str, Any], source_card: str | None = None) -> str
         source_card: The README.md of the original, whose licence is named; None = it has none.
     """
     name = str(report["model"])
-    lines = [*_front_matter(name, source_card), f"# {name.rstrip('/').rpartition('/')[2]} in FP8", ""]
+    # A folder of the one who made it says nothing to others.
+    shown = name if _HUB_ID.fullmatch(name) else name.rstrip("/").rpartition("/")[2]
+    made = "Quantised" if "settings" in report else "Converted"
+    lines = [*_front_matter(name, source_card), f"# {shown.rpartition('/')[2]} in FP8", ""]
     lines += [
-        f"Quantised from `{name}` by autoround_fp8 {report['version']}, format `{report['format']}`. "
+        f"{made} from `{shown}` by autoround_fp8 {report['version']}, format `{report['format']}`. "
         f"{_READERS[report['format']]}",
         "",
         "| what | how |",
@@ -64,7 +68,7 @@ def _front_matter(name: str, source_card: str | None) -> list[str]:
     """The metadata that the hub reads: the licence as the original names it, and the original if it is on the hub."""
     match = re.match(r"---\r?\n(.*?)\r?\n---", source_card or "", re.DOTALL)
     kept = [line for line in (match[1].splitlines() if match else ()) if line.startswith(_LICENCE_KEYS)]
-    if re.fullmatch(r"[A-Za-z0-9][\w.\-]*/[\w.\-]+", name):
+    if _HUB_ID.fullmatch(name):
         kept.append(f"base_model: {name}")
     return ["---", *kept, "---", ""] if kept else []
 
@@ -82,8 +86,7 @@ def _rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "algorithm", f"{settings['algorithm']}{tuned}"
     calibration = report.get("calibration")
     if calibration is not None and calibration["samples"]:
-        sources = ", ".join(calibration["sources"])
-        yield "calibration", f"{sources}: {calibration['samples']} samples, {calibration['tokens']} tokens"
+        yield "calibration", "; ".join(calibration["sources"])
     layers = [layer for block in report.get("blocks", ()) for layer in block["layers"]]
     if layers:
         yield "layers in FP8", str(len(layers))

@@ -21,7 +21,7 @@ PACKAGE_ROOT = TEST_ROOT.parent / PACKAGE
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("__init__", "__main__"),
     ("cli",),
-    ("autoround", "evaluation"),
+    ("autoround", "convert", "evaluation"),
     ("pipeline",),
     ("model_source",),
     ("compressor", "export", "inference", "inspection", "mixed_precision"),
@@ -382,6 +382,9 @@ FROZEN_OPTIONS: dict[str, str] = {
     "cli/evaluate.py::add_compare_parser": """
         --batch_size --bs --dataset --debug --device --device_map --devices --dtype --json --kernel --nsample
         --nsamples --per_block --seed --seq_len --seqlen --trust_remote_code
+    """,
+    "cli/convert.py::add_convert_parser": """
+        --debug --format --formats --max_shard_size --output_dir --overwrite --trust_remote_code
     """,
     "cli/inspect.py::add_inspect_parser": """
         --debug --json

@@ -21,13 +21,13 @@ _NO_READER: dict[str, dict[str, str]] = {
     NO_LABEL: {},
     NATIVE_FP8: {},
     "fp8_static": {
-        VLLM: "refuses the label auto-round with packing_format auto_round:fp8_static; export llm_compressor",
+        VLLM: "refuses the label auto-round with packing_format auto_round:fp8_static; convert it to llm_compressor",
         TRANSFORMERS: "leaves the label to Intel's auto-round package; without that it does not load",
     },
-    "llm_compressor": {INTEL: "its FP8 loader reads its own label only; export fp8_static"},
+    "llm_compressor": {INTEL: "its FP8 loader reads its own label only; convert it to fp8_static"},
     "fp8": {
-        TRANSFORMERS: "its fp8 reader wants block scales (weight_scale_inv); export llm_compressor",
-        INTEL: "its FP8 loader reads its own label only; export fp8_static",
+        TRANSFORMERS: "its fp8 reader wants block scales (weight_scale_inv); convert it to llm_compressor",
+        INTEL: "its FP8 loader reads its own label only; convert it to fp8_static",
     },
     OTHER_LABEL: {THIS: "config.json has a quantization it does not read"},
 }

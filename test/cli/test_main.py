@@ -144,6 +144,10 @@ COMPARE_OPTIONS = """
         ("eval", EVAL_OPTIONS),
         ("compare", COMPARE_OPTIONS),
         ("inspect", "-h --help --json --debug"),
+        (
+            "convert",
+            "-h --help --format --formats --output_dir --max_shard_size --overwrite --trust_remote_code --debug",
+        ),
     ],
 )
 def test_options_are_a_promise(command: str, options: str) -> None:
