@@ -50,7 +50,7 @@ class AutoRound:
         enable_quanted_input: Whether each block is fed by the quantised blocks before it; None = if `iters` > 0.
         algorithm: How weights are rounded: "gptq" (error compensation), "mse" (scale search), "rtn" (to nearest), or
             "signround" (gradient tuning alone).
-        lr: First step of the tuned rounding offsets, in local FP8 steps; None = 1 / (4 iters).
+        lr: First step of the tuned rounding offsets, in local FP8 steps; None = 1 / (2 iters).
         minmax_lr: First step of the tuned factors on the scales; 0 = the scales stay.
         gradient_accumulate_steps: Batches whose gradients add up before a tuning step.
         not_use_best_mse: Whether the last tuning step is kept, not the one with the least error.

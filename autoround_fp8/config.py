@@ -25,8 +25,8 @@ _COUNTS = {
     "seed": 0,
     "keep_layers": 0,
 }
-# Default lr times iters. SmolLM2, block 3, 50 steps after gptq: output error 0.87 of gptq's with 1, 0.83 with 0.25.
-_TOTAL_MOVE = 0.25
+# Default lr times iters. SmolLM2, block 5, 60 steps: output error 0.80 of `mse`'s before; block 3: 0.67 of `rtn`'s.
+_TOTAL_MOVE = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ class QuantizeConfig:
         batch_size: Samples per forward.
         seed: Seed of the data order.
         iters: Steps of gradient tuning per block, after `algorithm`; 0 = none.
-        lr: First step of the tuned rounding offsets, in local FP8 steps; None = 1 / (4 iters).
+        lr: First step of the tuned rounding offsets, in local FP8 steps; None = 1 / (2 iters).
         minmax_lr: First step of the tuned factors on the scales; 0 = the scales stay.
         gradient_accumulate_steps: Batches whose gradients add up before a tuning step.
         not_use_best_mse: Whether the last tuning step is kept, not the one with the least error.

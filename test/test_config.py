@@ -36,7 +36,7 @@ def test_tuning_follows_from_the_steps() -> None:
     assert QuantizeConfig().tuning is None
     tuning = QuantizeConfig(iters=50, seed=3).tuning
     assert tuning is not None
-    assert (tuning.iters, tuning.lr, tuning.minmax_lr, tuning.seed, tuning.keep_best) == (50, 0.005, 0.0, 3, True)
+    assert (tuning.iters, tuning.lr, tuning.minmax_lr, tuning.seed, tuning.keep_best) == (50, 0.01, 0.0, 3, True)
     other = QuantizeConfig(iters=50, lr=0.1, minmax_lr=0.0, not_use_best_mse=True, gradient_accumulate_steps=2).tuning
     assert other is not None
     assert (other.lr, other.minmax_lr, other.keep_best, other.batches_per_step) == (0.1, 0.0, False, 2)

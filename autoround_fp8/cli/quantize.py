@@ -85,7 +85,7 @@ def _add_tuning_options(parser: argparse.ArgumentParser) -> None:
         "--iters", "--iter", type=int, default=0, help="steps of gradient tuning per block, after --algorithm (0)"
     )
     group.add_argument("--algorithm", default="gptq", help="gptq (default), mse, rtn, signround (needs --iters)")
-    group.add_argument("--lr", type=float, help="first step of the rounding offsets, in FP8 steps (1 / (4 iters))")
+    group.add_argument("--lr", type=float, help="first step of the rounding offsets, in FP8 steps (1 / (2 iters))")
     group.add_argument("--minmax_lr", type=float, default=0.0, help="first step of the factors on scales (0)")
     group.add_argument("--gradient_accumulate_steps", type=int, default=1, help="batches per tuning step (1)")
     group.add_argument("--not_use_best_mse", action="store_true", help="keep the last tuning step, not the best")

@@ -12,7 +12,7 @@ import torch
 
 from autoround_fp8.numerics.fp8 import FP8_DTYPE, FP8_MAX, fp8_step, round_to_fp8, round_up_to_bfloat16
 
-# How far inside its rounding cell a weight is kept at the start, in local steps: offset 0 then means the codes given.
+# How far inside its rounding cell a weight may be at the start, in local steps: offset 0 then means the codes given.
 _INSIDE = 0.49
 
 
@@ -23,14 +23,22 @@ class TunableWeight:
         weight: The original, `[out, in]`.
         codes: What it was quantised to, `float8_e4m3fn` `[out, in]`: where tuning starts.
         scale: Float32 `[out, 1]` or `[1]`.
+        generator: Of the places that weights get whose codes are not the nearest ones.
     """
 
-    def __init__(self, weight: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor):
+    def __init__(
+        self, weight: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, generator: torch.Generator | None = None
+    ):
         start = codes.float()
         up, down = fp8_step(start), fp8_step(start * (1.0 - 2.0**-5))  # below a power of two the steps are half as long
         low = start - _INSIDE * torch.where(start > 0, down, up)
         high = start + _INSIDE * torch.where(start < 0, down, up)
-        self._base = (weight.float() / scale).clamp_(low, high)
+        self._base = weight.float() / scale
+        # Error compensation moves codes off the nearest ones. Put at the edge of their cells, all these would go back at
+        # the first step, and put in the middle all would move at one later step: so they are spread over the cell.
+        is_outside = (self._base < low) | (self._base > high)
+        spread = torch.rand(start.shape, generator=generator).to(start.device)
+        self._base = torch.where(is_outside, low + (high - low) * spread, self._base)
         self._steps = fp8_step(self._base)
         self._scale = scale
         self.offset = torch.zeros_like(self._base)

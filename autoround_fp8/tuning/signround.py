@@ -109,7 +109,8 @@ class _Tuning:
         self._settings = settings
         device = layers[0].weight.device
         starts = [(t, t.start.weight.to(device), t.start.weight_scale.to(device)) for t in layers]
-        self._weights = [TunableWeight(t.weight, codes, scale) for t, codes, scale in starts]
+        generator = torch.Generator().manual_seed(settings.seed)
+        self._weights = [TunableWeight(t.weight, codes, scale, generator) for t, codes, scale in starts]
         self._factors: dict[str, torch.Tensor] = {}
         self._input_factors: dict[str, torch.Tensor] = {}
         self._floors: dict[str, float] = {}
