@@ -11,7 +11,8 @@ from typing import Any
 from autoround_fp8.config import QuantizeConfig
 from autoround_fp8.errors import ConfigError
 from autoround_fp8.export import MemorySink
-from autoround_fp8.formats.table import get_format
+from autoround_fp8.formats.table import default_scheme, get_formats, normalized_formats
+from autoround_fp8.model_source import open_model
 from autoround_fp8.pipeline import (
     CompressionResult,
     PreparedRun,
@@ -19,7 +20,6 @@ from autoround_fp8.pipeline import (
     compress,
     export_run,
     keep_harmful_layers,
-    open_model,
     prepare,
     write_export,
 )
@@ -28,12 +28,13 @@ from autoround_fp8.schemes import QuantizationScheme, parse_layer_config, parse_
 
 
 class AutoRound:
-    """Quantises a causal language model to static W8A8 FP8.
+    """Quantises a causal language model to W8A8 FP8.
 
     Args:
         model: Folder, hub id, or a transformers model in memory (left as it is).
         tokenizer: Tokenizer; by default the one in the model's folder.
-        scheme: Preset name, dict of fields or `QuantizationScheme`.
+        scheme: Preset name, dict of fields or `QuantizationScheme`; None = FP8_STATIC, or FP8_STATIC_TENSOR where the
+            format has one scale per matrix.
         layer_config: Layer name or pattern -> scheme, preset name or dict; also JSON text or a JSON file's path.
         dataset: Calibration data: `builtin`, a file, a hub name, a combination of them, or Python data.
         iters: Steps of gradient tuning per block, after `algorithm`; 0 = none.
@@ -44,7 +45,8 @@ class AutoRound:
         low_gpu_mem_usage: Accepted; block inputs always live in host memory here.
         seed: Seed of the data order.
         ignore_layers: Layers that stay in 16 bit: a comma list or a sequence of names and patterns.
-        format: Checkpoint format that `quantize_and_save` and `save_quantized` write by default.
+        format: Checkpoint format that `quantize_and_save` and `save_quantized` write by default, or several, comma
+            list.
         enable_quanted_input: Whether each block is fed by the quantised blocks before it; None = if `iters` > 0.
         algorithm: How weights are rounded: "gptq" (error compensation), "mse" (scale search), "rtn" (to nearest), or
             "signround" (gradient tuning alone).
@@ -69,7 +71,7 @@ class AutoRound:
         self,
         model: Any,
         tokenizer: Any = None,
-        scheme: str | Mapping[str, Any] | QuantizationScheme = "FP8_STATIC",
+        scheme: str | Mapping[str, Any] | QuantizationScheme | None = None,
         layer_config: str | Mapping[str, Any] | None = None,
         dataset: Any = "builtin",
         iters: int = 0,
@@ -95,8 +97,9 @@ class AutoRound:
         target_kl: float | None = None,
         trust_remote_code: bool = False,
     ):
+        self._has_own_scheme = scheme is not None
         self.config = QuantizeConfig(
-            scheme=parse_scheme(scheme),
+            scheme=default_scheme(get_formats(format)) if scheme is None else parse_scheme(scheme),
             layer_config=parse_layer_config(layer_config),
             ignore_layers=parse_names(ignore_layers),
             dataset=dataset,
@@ -106,7 +109,7 @@ class AutoRound:
             batch_size=batch_size,
             device=device_map,
             seed=seed,
-            format=get_format(format).name,
+            format=normalized_formats(format),
             enable_quanted_input=enable_quanted_input,
             algorithm=algorithm,
             lr=lr,
@@ -161,19 +164,20 @@ class AutoRound:
 
         Args:
             output_dir: Target folder.
-            format: Checkpoint format; by default the one given to the constructor.
+            format: Checkpoint format, or several, comma list; by default what was given to the constructor.
             max_shard_size: Largest shard.
             overwrite: Whether an earlier export in the folder may be replaced.
 
         Returns:
-            The quantised model, loaded from the folder on the CPU, and the folder.
+            The quantised model, loaded from the folder on the CPU, and the folder; of several formats (each is in a
+            folder of its name in `output_dir`) the first.
         """
-        from autoround_fp8.inference.load import load_quantized_model
+        from autoround_fp8.inference.load import load_model
 
         config = self._save_config(format, max_shard_size, overwrite)
         check_output(config, output_dir, self._source)
         summary = export_run(prepare(config, self._source, self.tokenizer), output_dir)
-        model = load_quantized_model(summary.folder, trust_remote_code=config.trust_remote_code)
+        model = load_model(summary.folder, trust_remote_code=config.trust_remote_code)
         return model, str(summary.folder)
 
     def save_quantized(
@@ -197,20 +201,31 @@ class AutoRound:
         config = self._save_config(format, max_shard_size, overwrite)
         config = dataclasses.replace(config, ignore_layers=run.config.ignore_layers)  # with those chosen to be kept
         # The layout depends on the shard size, so the plan is made anew; the layers are the ones quantize() made.
-        plan = make_plan(config, run.plan.skeleton, self._source.tensors, get_format(config.format))
+        plan = make_plan(config, run.plan.skeleton, self._source.tensors, *get_formats(config.format))
+        if {x.fqn: x.scheme for x in plan.quantized} != {x.fqn: x.scheme for x in run.plan.quantized}:
+            raise ConfigError(
+                f"format {config.format!r} needs other schemes or layers than quantize() made; give it to AutoRound"
+            )
         run = dataclasses.replace(run, config=config, plan=plan)
-        target = check_output(config, output_dir, self._source)
 
         def fill(writer_sink: Any) -> Any:
             for layer in sink.layers.values():
                 writer_sink.put(layer)
             return list(result.blocks)
 
-        return str(write_export(run, target, fill, time.perf_counter()).folder)
+        return str(write_export(run, output_dir, fill, time.perf_counter()).folder)
 
     def _save_config(self, format: str | None, max_shard_size: str | int, overwrite: bool) -> QuantizeConfig:
-        name = get_format(format).name if format is not None else self.config.format
-        return dataclasses.replace(self.config, format=name, max_shard_size=max_shard_size, overwrite=overwrite)
+        names = normalized_formats(format) if format is not None else self.config.format
+        # What quantize() made stays as it is; before that, a format may choose.
+        is_open = not self._has_own_scheme and self._result is None
+        return dataclasses.replace(
+            self.config,
+            scheme=default_scheme(get_formats(names)) if is_open else self.config.scheme,
+            format=names,
+            max_shard_size=max_shard_size,
+            overwrite=overwrite,
+        )
 
 
 def parse_names(names: str | Sequence[str] | None) -> tuple[str, ...]:

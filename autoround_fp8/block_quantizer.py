@@ -20,7 +20,7 @@ from autoround_fp8.numerics.fp8 import amax_to_scale, dequantize_fp8, quantize_f
 from autoround_fp8.numerics.granularity import PER_TENSOR
 from autoround_fp8.records import LayerReport, QuantizedLinear, TuningReport
 from autoround_fp8.tuning.error_compensation import CompensationFactor, compensate, factorise
-from autoround_fp8.tuning.input_ranges import input_amax
+from autoround_fp8.tuning.input_ranges import DYNAMIC, input_amax
 from autoround_fp8.tuning.rtn import absmax_scale
 from autoround_fp8.tuning.scale_search import search_scale
 from autoround_fp8.tuning.signround import RunBlock, TunableLayer, tune_block
@@ -142,12 +142,12 @@ class BlockQuantizer:
                 codes = list(compensate(torch.cat(own), torch.cat(by_row), factor).split(rows))
             for linear, weight, code, scale in zip(group, own, codes, scales, strict=True):
                 bias = modules[linear.module].bias
-                amax, source = input_amax(linear.fqn, linear.module, linear.group, linear.siblings, statistics.ranges)
+                input_scale, source = self._input_scale(linear, statistics.ranges)
                 layer = QuantizedLinear(
                     fqn=linear.fqn,
                     weight=code.cpu(),
                     weight_scale=scale.cpu(),
-                    input_scale=amax_to_scale(torch.tensor([amax * self._act_headroom])),
+                    input_scale=input_scale,
                     bias=bias.detach().cpu() if isinstance(bias, torch.Tensor) else None,
                 )
                 seen = statistics.ranges.get(linear.module, InputRange())
@@ -158,13 +158,19 @@ class BlockQuantizer:
                         shape=linear.shape,
                         weight_sqnr_db=sqnr_db(weight, dequantize_fp8(code, scale)),
                         input_amax=seen.amax,
-                        input_scale=float(layer.input_scale),
+                        input_scale=None if input_scale is None else float(input_scale),
                         num_tokens=seen.num_tokens,
                         num_peak_tokens=seen.num_peak_tokens,
                         source=source,
                         algorithm=algorithm,
                     ),
                 )
+
+    def _input_scale(self, linear: LinearPlan, ranges: Mapping[str, InputRange]) -> tuple[torch.Tensor | None, str]:
+        if linear.scheme.act_dynamic:
+            return None, DYNAMIC
+        amax, source = input_amax(linear.fqn, linear.module, linear.group, linear.siblings, ranges)
+        return amax_to_scale(torch.tensor([amax * self._act_headroom])), source
 
     def tune(
         self,
@@ -230,7 +236,7 @@ def _tuned_report(report: LayerReport, weight: torch.Tensor, layer: QuantizedLin
     return replace(
         report,
         weight_sqnr_db=sqnr_db(weight.cpu(), dequantize_fp8(layer.weight, layer.weight_scale)),
-        input_scale=float(layer.input_scale),
+        input_scale=None if layer.input_scale is None else float(layer.input_scale),
         algorithm=f"{report.algorithm}+signround",
     )
 

@@ -53,7 +53,7 @@ class BlockwiseCompressor:
     Args:
         plan: What to do.
         source: The checkpoint's tensors.
-        batches: Calibration token ids, each `[batch, tokens]`, without padding.
+        batches: Calibration token ids, each `[batch, tokens]`, without padding; none if no layer needs any.
         device: Where the blocks run.
         quantized_inputs: Whether a block is fed by the quantised blocks before it instead of the original ones.
         quantizer: How the layers of a block are quantised; by default rounded to nearest.
@@ -93,7 +93,7 @@ class BlockwiseCompressor:
         """
         skeleton = self._plan.skeleton
         walk = BlockWalk(skeleton, self._source, self._device)
-        calls = walk.capture([*self._batches, *self._probes])
+        calls = walk.capture([*self._batches, *self._probes]) if self._batches else CapturedCalls()
         # The stream of the original blocks; without tuning nothing needs it beside the one in `calls`.
         count = len(self._batches)
         originals = calls.hidden_states[:count] if self._quantizer.is_tuning else []

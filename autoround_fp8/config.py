@@ -80,7 +80,7 @@ class QuantizeConfig:
         target_kl: KL to the original, on calibration tokens, to be reached with as few bytes in 16 bit as it takes.
         device: Device word: cpu, cuda, a GPU number, auto.
         calibration_dtype: dtype of the calibration forward; auto = the model's, or float32 where 16 bit is emulated.
-        format: Name of the checkpoint format.
+        format: Name of the checkpoint format, or of several, comma list.
         max_shard_size: Largest shard, such as 5GB.
         overwrite: Whether an earlier export in the target may be replaced.
         trust_remote_code: Whether code from the model's folder may run.
@@ -152,6 +152,11 @@ class QuantizeConfig:
                 f"keep_layers ({self.keep_layers}) and target_kl ({target}) both say how many layers stay in 16 bit; "
                 "give one of them"
             )
+
+    @property
+    def measures_harm(self) -> bool:
+        """Whether it is to be measured which layers had better stay in 16 bit."""
+        return self.keep_layers > 0 or self.target_kl is not None
 
     @property
     def quantized_inputs(self) -> bool:

@@ -14,9 +14,8 @@ from typing import Any
 from autoround_fp8.checkpoint.writer import CONFIG_FILE, REPORT_FILE, CheckpointWriter
 from autoround_fp8.errors import CheckpointError
 from autoround_fp8.formats.base import CheckpointFormat
-from autoround_fp8.plan import QuantizationPlan, block_prefixes
+from autoround_fp8.model_card import CARD_FILE, SOURCE_CARD_FILE
 from autoround_fp8.records import QuantizedLinear
-from autoround_fp8.schemes import QuantizationScheme
 
 logger = logging.getLogger(__name__)
 
@@ -26,16 +25,17 @@ _NOT_COPIED = (CONFIG_FILE, REPORT_FILE, QUANT_CONFIG_FILE)
 
 
 class FormatSink:
-    """Encodes each layer by a format and puts it into the writer at once."""
+    """Encodes each layer by the format of every writer and puts it there at once."""
 
-    def __init__(self, writer: CheckpointWriter, checkpoint_format: CheckpointFormat):
-        self._writer = writer
-        self._format = checkpoint_format
+    def __init__(self, *targets: tuple[CheckpointWriter, CheckpointFormat]):
+        self._targets = targets
 
     def put(self, linear: QuantizedLinear) -> None:
         """Writes the tensors of one layer."""
-        for name, tensor in self._format.encode(linear).items():
-            self._writer.write(name, tensor)
+        for writer, checkpoint_format in self._targets:
+            dtype = writer.planned_dtype(f"{linear.fqn}.weight")
+            for name, tensor in checkpoint_format.encode(linear, dtype).items():
+                writer.write(name, tensor)
 
 
 class MemorySink:
@@ -49,25 +49,19 @@ class MemorySink:
         self.layers[linear.fqn] = linear
 
 
-def exported_config(
-    raw_config: Mapping[str, Any],
-    plan: QuantizationPlan,
-    checkpoint_format: CheckpointFormat,
-    scheme: QuantizationScheme,
-) -> dict[str, Any]:
-    """The source's config.json plus the new quantization_config, in place of an old one; nothing else changes."""
-    prefixes = block_prefixes(plan.skeleton, plan.blocks)
-    block = checkpoint_format.quantization_config(scheme, plan.exceptions, prefixes)
+def exported_config(raw_config: Mapping[str, Any], block: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The source's config.json with this quantization_config, or none, in place of an old one; nothing else changes."""
     kept = {k: v for k, v in raw_config.items() if k != "quantization_config"}
     text_config = kept.get("text_config")
     if isinstance(text_config, Mapping):
         kept["text_config"] = {k: v for k, v in text_config.items() if k != "quantization_config"}
-    return {**kept, "quantization_config": block}
+    return kept if block is None else {**kept, "quantization_config": block}
 
 
 def collect_side_files(folder: Path, *, trust_remote_code: bool) -> dict[str, Path | bytes]:
     """The files of a checkpoint folder to copy byte for byte: tokenizer, generation config, chat template, licence ...
 
+    The export has a README.md of its own; the folder's becomes `SOURCE_CARD_FILE`.
     Weights, indexes, config.json and files of an earlier quantisation are left out; Python files come along only when
     their code is trusted.
 
@@ -76,6 +70,7 @@ def collect_side_files(folder: Path, *, trust_remote_code: bool) -> dict[str, Pa
     """
     files: dict[str, Path | bytes] = {}
     skipped = []
+    has_card = (folder / CARD_FILE).is_file()
     for path in sorted(folder.iterdir()):
         name = path.name
         if not path.is_file() or name.startswith("."):
@@ -84,19 +79,19 @@ def collect_side_files(folder: Path, *, trust_remote_code: bool) -> dict[str, Pa
             continue
         if name.endswith(_WEIGHT_SUFFIXES) or name.endswith(".index.json") or name in _NOT_COPIED:
             continue
-        if name.endswith(".py") and not trust_remote_code:
+        if (name.endswith(".py") and not trust_remote_code) or (name == SOURCE_CARD_FILE and has_card):
             skipped.append(name)
             continue
         try:
             path.open("rb").close()
         except OSError as e:
             raise CheckpointError(f"cannot read {path}: {e.strerror or e}") from e
-        files[name] = path
+        files[SOURCE_CARD_FILE if name == CARD_FILE else name] = path
     if skipped:
         logger.info("not copied from the source folder: %s", ", ".join(skipped))
     return files
 
 
-def quantization_config_file(config: Mapping[str, Any]) -> bytes:
+def quantization_config_file(block: Mapping[str, Any]) -> bytes:
     """Contents of quantization_config.json, which Intel's loader also reads."""
-    return (json.dumps(config["quantization_config"], indent=2, ensure_ascii=False) + "\n").encode()
+    return (json.dumps(block, indent=2, ensure_ascii=False) + "\n").encode()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -59,15 +59,23 @@ class LayerPlanner:
         source: Its tensors.
         resolver: The user's wishes.
         shared_expert_scale: Whether all experts of a layer share one input scale per projection.
+        kept: Says of a layer's name whether the checkpoint format needs it in 16 bit.
     """
 
     def __init__(
-        self, skeleton: Skeleton, source: TensorSource, resolver: SchemeResolver, *, shared_expert_scale: bool = True
+        self,
+        skeleton: Skeleton,
+        source: TensorSource,
+        resolver: SchemeResolver,
+        *,
+        shared_expert_scale: bool = True,
+        kept: Callable[[str], bool] = lambda fqn: False,
     ):
         self._skeleton = skeleton
         self._source = source
         self._resolver = resolver
         self._shared_expert_scale = shared_expert_scale
+        self._kept = kept
         # In a checkpoint with FP8 weights, a weight in 16 bit was left so by its makers.
         self._only_native_fp8 = any(entry.is_native_fp8 for entry in source.entries.values())
 
@@ -149,16 +157,16 @@ class LayerPlanner:
             or NEVER_QUANTIZED.search(module_name) is not None
             or shares_tied_weight(self._skeleton.model, f"{module_name}.weight")
         )
-        if keep or not scheme.is_quantized or self._is_left_alone(f"{fqn}.weight"):
+        if keep or self._kept(fqn) or not scheme.is_quantized or self._is_left_alone(f"{fqn}.weight"):
             return UNQUANTIZED
         self._check_weight(f"{fqn}.weight", (module.out_features, module.in_features))
         return scheme
 
     def _scheme_of_expert(self, source: ExpertsSource, key: tuple[int, str], fqn: str) -> QuantizationScheme:
-        # Engines accept static inputs for experts only with one weight scale per tensor.
-        default = dataclasses.replace(self._resolver.default, group_size=PER_TENSOR)
-        if not self._resolver.default.is_quantized:
-            default = self._resolver.default
+        default = self._resolver.default
+        if default.is_quantized and not default.act_dynamic:
+            # Engines accept static inputs for experts only with one weight scale per tensor.
+            default = dataclasses.replace(default, group_size=PER_TENSOR)
         scheme = self._resolver.resolve(fqn, default, alias=f"{source.module}.{key[0]}.{key[1]}")
         tensor = source.weight_tensor(*key)
         too_small = min(source.layout.hidden_size, source.layout.intermediate_size) < MIN_FEATURES
@@ -204,10 +212,10 @@ def _check_all_or_none(source: ExpertsSource, schemes: Mapping[str, Quantization
 
 def _report_mixed(source: ExpertsSource, schemes: Mapping[str, QuantizationScheme]) -> None:
     """Says it once per layer if engines will not load a layer's experts as they are asked for."""
-    found = {(scheme.is_quantized, scheme.group_size) for scheme in schemes.values()}
+    found = {(scheme.is_quantized, scheme.group_size, scheme.act_dynamic) for scheme in schemes.values()}
     if len(found) > 1:
         logger.warning("the experts of %s get different schemes; engines fuse a layer's experts", source.module)
-    elif (True, PER_CHANNEL) in found:
+    elif (True, PER_CHANNEL, False) in found:
         logger.warning(
             "the experts of %s get a scale per channel; with static inputs engines take only one per tensor",
             source.module,

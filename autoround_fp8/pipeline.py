@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -20,9 +19,7 @@ from autoround_fp8 import version
 from autoround_fp8.block_quantizer import BlockQuantizer
 from autoround_fp8.calibration.dataset import CalibrationData, load_calibration_data, make_batches
 from autoround_fp8.calibration.probes import make_probes
-from autoround_fp8.checkpoint.locate import check_output_location, locate_checkpoint
-from autoround_fp8.checkpoint.reader import CheckpointReader, InMemorySource, TensorSource
-from autoround_fp8.checkpoint.source_format import open_source
+from autoround_fp8.checkpoint.locate import check_output_location
 from autoround_fp8.checkpoint.writer import CheckpointWriter, check_target
 from autoround_fp8.compressor import BlockwiseCompressor, CompressionResult, LinearSink, mean_sqnr_db
 from autoround_fp8.config import QuantizeConfig
@@ -31,46 +28,25 @@ from autoround_fp8.errors import ConfigError
 from autoround_fp8.export import (
     QUANT_CONFIG_FILE,
     FormatSink,
-    collect_side_files,
     exported_config,
     quantization_config_file,
 )
-from autoround_fp8.formats.table import get_format
-from autoround_fp8.inference.linear import WeightFP8ActFP8StaticQuantLinear
+from autoround_fp8.formats.table import get_formats
 from autoround_fp8.mixed_precision import check_keep_layers, choose_kept_layers
-from autoround_fp8.models.linear_experts import LinearExperts
-from autoround_fp8.models.loaded_model import loaded_tensors
-from autoround_fp8.models.skeleton import build_model, build_skeleton, decoded, load_config, source_dtype
-from autoround_fp8.plan import QuantizationPlan, calibration_dtype, make_plan
+from autoround_fp8.model_card import CARD_FILE, SOURCE_CARD_FILE, model_card
+from autoround_fp8.model_source import ModelSource, load_tokenizer
+from autoround_fp8.models.skeleton import Skeleton, build_skeleton, source_dtype
+from autoround_fp8.plan import PlannedExport, QuantizationPlan, calibration_dtype, make_plan
 from autoround_fp8.records import BlockReport
 from autoround_fp8.tuning.input_ranges import OBSERVED
 
 logger = logging.getLogger(__name__)
 
+_T = TypeVar("_T")
+
 REPORT_SCHEMA = 1
 # A range that fewer tokens than this come near may well be exceeded by the next ones.
 _FEW_PEAK_TOKENS = 4
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelSource:
-    """A model to quantise, wherever it comes from.
-
-    Attributes:
-        name: What the user called it.
-        folder: Its folder, or None for a model in memory.
-        tensors: Its weights.
-        raw_config: Its config.json.
-        config: Its transformers config, without quantization_config.
-        side_files: Files to copy into the export.
-    """
-
-    name: str
-    folder: Path | None
-    tensors: TensorSource
-    raw_config: Mapping[str, Any]
-    config: Any
-    side_files: Mapping[str, Path | bytes]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,59 +72,14 @@ class ExportSummary:
     """What a finished export looks like.
 
     Attributes:
-        folder: Where it is.
+        folder: Where it is; of several formats, the first one's.
         report: Contents of its quantization_report.json.
+        folders: Format -> where it is.
     """
 
     folder: Path
     report: Mapping[str, Any]
-
-
-def open_model(model: Any, tokenizer: Any = None, *, trust_remote_code: bool = False) -> ModelSource:
-    """Opens a model by path, hub id, or as an object in memory.
-
-    Args:
-        model: Folder, hub id, or a transformers model with its weights in memory.
-        tokenizer: Tokenizer to save beside a model in memory.
-        trust_remote_code: Whether code from the model's folder may run.
-
-    Raises:
-        CheckpointError: If the checkpoint is missing or damaged.
-        ConfigError: If `model` is neither a path nor a model, or a model that this package made.
-    """
-    if isinstance(model, (str, Path)):
-        folder = locate_checkpoint(model)
-        raw_config, config = load_config(folder, trust_remote_code=trust_remote_code)
-        return ModelSource(
-            name=str(model),
-            folder=folder,
-            tensors=open_source(CheckpointReader(folder), raw_config, source_dtype(raw_config)),
-            raw_config=raw_config,
-            config=config,
-            side_files=collect_side_files(folder, trust_remote_code=trust_remote_code),
-        )
-    if not isinstance(model, torch.nn.Module) or not hasattr(model, "config"):
-        raise ConfigError(f"model must be a folder, a hub id or a transformers model, got {type(model).__name__}")
-    return _open_in_memory(model, tokenizer)
-
-
-def load_tokenizer(source: ModelSource, *, trust_remote_code: bool = False) -> Any:
-    """The tokenizer of a model's folder, or None if there is none.
-
-    Raises:
-        ConfigError: If there is one and it cannot be loaded.
-    """
-    if source.folder is None:
-        return None
-    names = {path.name for path in source.folder.iterdir()}
-    if not names & {"tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "spiece.model"}:
-        return None
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(source.folder, trust_remote_code=trust_remote_code)
-    except (ValueError, OSError, KeyError, TypeError, ImportError) as e:
-        raise ConfigError(f"the tokenizer of {source.name!r} cannot be loaded: {e}") from e
+    folders: Mapping[str, Path]
 
 
 def prepare(config: QuantizeConfig, source: ModelSource, tokenizer: Any = None) -> PreparedRun:
@@ -157,32 +88,23 @@ def prepare(config: QuantizeConfig, source: ModelSource, tokenizer: Any = None) 
     Raises:
         AutoRoundError: With one sentence on what is wrong; nothing was written.
     """
-    checkpoint_format = get_format(config.format)
+    formats = get_formats(config.format)
     device = resolve_device(config.device)
     dtype = calibration_dtype(config, source_dtype(dict(source.raw_config)), has_fast_bfloat16(device))
     skeleton = build_skeleton(source.config, source.tensors.entries, dtype, trust_remote_code=config.trust_remote_code)
-    plan = make_plan(config, skeleton, source.tensors, checkpoint_format)
+    plan = make_plan(config, skeleton, source.tensors, *formats)
     check_keep_layers(config.keep_layers, plan)
-    if tokenizer is None:
-        tokenizer = load_tokenizer(source, trust_remote_code=config.trust_remote_code)
-    data = load_calibration_data(
-        config.dataset,
-        tokenizer,
-        nsamples=config.nsamples,
-        seqlen=config.seqlen,
-        seed=config.seed,
-        max_positions=skeleton.max_positions,
-        vocab_size=skeleton.vocab_size,
-    )
+    _check_tuning(config, plan)
+    data = CalibrationData(samples=(), sources=(), sha256="")
     probes: tuple[torch.Tensor, ...] = ()
-    if config.range_probes:
-        probes = make_probes(
-            tokenizer,
-            vocab_size=skeleton.vocab_size,
-            seed=config.seed,
-            max_positions=skeleton.max_positions,
-            padding_id=skeleton.padding_id,
-        )
+    if plan.needs_calibration or config.measures_harm:
+        if tokenizer is None:
+            tokenizer = load_tokenizer(source, trust_remote_code=config.trust_remote_code)
+        data = _load_data(config, skeleton, tokenizer)
+    if plan.needs_calibration:
+        probes = _probes(config, skeleton, tokenizer)
+    else:
+        _report_without_data(config)
     logger.info(
         "%s: %d layers in %d blocks to FP8, %d kept in 16 bit; %d samples, %d tokens, and %d probe tokens; "
         "%s forward on %s",
@@ -206,12 +128,12 @@ def keep_harmful_layers(run: PreparedRun) -> PreparedRun:
         AutoRoundError: With one sentence on what is wrong.
     """
     config = run.config
-    if not config.keep_layers and config.target_kl is None:
+    if not config.measures_harm:
         return run
     started = time.perf_counter()
     result = choose_kept_layers(config, run.plan, run.source.tensors, run.data.samples, run.device)
     config = dataclasses.replace(config, ignore_layers=(*config.ignore_layers, *result.names))
-    plan = make_plan(config, run.plan.skeleton, run.source.tensors, get_format(config.format))
+    plan = make_plan(config, run.plan.skeleton, run.source.tensors, *get_formats(config.format))
     bytes_added = plan.layout.num_bytes - run.plan.layout.num_bytes
     logger.info(
         "kept in 16 bit after %.1f s: %s; KL %.6f -> %.6f on %d calibration tokens, %+.1f MB",
@@ -225,6 +147,49 @@ def keep_harmful_layers(run: PreparedRun) -> PreparedRun:
     return dataclasses.replace(run, config=config, plan=plan, mixed_precision=result.to_report(bytes_added))
 
 
+def _check_tuning(config: QuantizeConfig, plan: QuantizationPlan) -> None:
+    dynamic = next((linear.fqn for linear in plan.quantized if linear.scheme.act_dynamic), None)
+    if config.iters > 0 and dynamic is not None:
+        raise ConfigError(
+            f"iters ({config.iters}) must be 0 where inputs are dynamic, as those of {dynamic!r} are: gradient tuning "
+            "needs stored input scales; choose a static scheme or --iters 0"
+        )
+
+
+def _load_data(config: QuantizeConfig, skeleton: Skeleton, tokenizer: Any) -> CalibrationData:
+    return load_calibration_data(
+        config.dataset,
+        tokenizer,
+        nsamples=config.nsamples,
+        seqlen=config.seqlen,
+        seed=config.seed,
+        max_positions=skeleton.max_positions,
+        vocab_size=skeleton.vocab_size,
+    )
+
+
+def _probes(config: QuantizeConfig, skeleton: Skeleton, tokenizer: Any) -> tuple[torch.Tensor, ...]:
+    if not config.range_probes:
+        return ()
+    return make_probes(
+        tokenizer,
+        vocab_size=skeleton.vocab_size,
+        seed=config.seed,
+        max_positions=skeleton.max_positions,
+        padding_id=skeleton.padding_id,
+    )
+
+
+def _report_without_data(config: QuantizeConfig) -> None:
+    """Says what has no effect, as all inputs get their scales on the fly."""
+    if config.measures_harm:
+        logger.info("dynamic inputs need no calibration data: it only tells which layers do the most harm")
+    elif not isinstance(config.dataset, str) or config.dataset != QuantizeConfig().dataset:
+        logger.warning("dataset has no effect: dynamic inputs need no calibration data, so none is read")
+    if config.algorithm not in ("rtn", "mse"):
+        logger.info("algorithm mse, not %s, which needs calibration data: dynamic inputs need none", config.algorithm)
+
+
 def compress(
     run: PreparedRun, sink: LinearSink, on_block: Callable[[BlockReport], None] = lambda report: None
 ) -> CompressionResult:
@@ -232,7 +197,7 @@ def compress(
     compressor = BlockwiseCompressor(
         run.plan,
         run.source.tensors,
-        make_batches(run.data.samples, run.config.batch_size),
+        make_batches(run.data.samples, run.config.batch_size) if run.plan.needs_calibration else (),
         device=run.device,
         quantized_inputs=run.config.quantized_inputs,
         quantizer=BlockQuantizer(
@@ -259,57 +224,114 @@ def ranges_on_few_tokens(blocks: Sequence[BlockReport]) -> list[str]:
     return [layer.fqn for layer in sorted(few, key=lambda layer: layer.num_peak_tokens)]
 
 
-def check_output(config: QuantizeConfig, output_dir: str | Path, source: ModelSource) -> Path:
-    """Checks early that an output folder may be written to; `CheckpointWriter` checks again with all file names."""
+def check_output(config: QuantizeConfig, output_dir: str | Path, source: ModelSource) -> dict[str, Path]:
+    """Checks early that an output folder may be written to; `CheckpointWriter` checks again with all file names.
+
+    Returns:
+        Format -> its folder: `output_dir` itself, or `output_dir/FORMAT` for each of several formats.
+    """
     target = Path(output_dir).expanduser()
-    check_output_location(target, source.folder)
-    check_target(target, set(source.side_files), overwrite=config.overwrite)
-    return target
+    names = [f.name for f in get_formats(config.format)]
+    folders = {name: target if len(names) == 1 else target / name for name in names}
+    for folder in folders.values():
+        check_output_location(folder, source.folder)
+        check_target(folder, {*source.side_files, CARD_FILE}, overwrite=config.overwrite)
+    return folders
 
 
 def export_run(
     run: PreparedRun, output_dir: str | Path, on_block: Callable[[BlockReport], None] = lambda report: None
 ) -> ExportSummary:
-    """Quantises and writes the checkpoint; it appears only when it is complete.
+    """Quantises and writes the checkpoint, or one per format; each appears only when all are complete.
 
     Raises:
         AutoRoundError: With one sentence on what is wrong; nothing is left behind, nothing of the user's is touched.
     """
     started = time.perf_counter()
-    target = check_output(run.config, output_dir, run.source)
+    check_output(run.config, output_dir, run.source)
     run = keep_harmful_layers(run)
 
     def fill(sink: FormatSink) -> list[BlockReport]:
         return list(compress(run, sink, on_block).blocks)
 
-    return write_export(run, target, fill, started)
+    return write_export(run, output_dir, fill, started)
 
 
 def write_export(
-    run: PreparedRun, target: Path, fill: Callable[[FormatSink], list[BlockReport]], started: float
+    run: PreparedRun, output_dir: str | Path, fill: Callable[[FormatSink], list[BlockReport]], started: float
 ) -> ExportSummary:
     """Writes an export whose quantised layers `fill` puts into the sink it is given."""
-    checkpoint_format = get_format(run.config.format)
-    config = exported_config(run.source.raw_config, run.plan, checkpoint_format, run.config.scheme)
-    side_files = {**run.source.side_files, QUANT_CONFIG_FILE: quantization_config_file(config)}
-    writer = CheckpointWriter(target, run.plan.layout, side_files, overwrite=run.config.overwrite)
+
+    def report(export: PlannedExport, blocks: list[BlockReport]) -> dict[str, Any]:
+        return make_report(run, export, blocks, time.perf_counter() - started)
+
+    return write_formats(run.config, run.source, run.plan, output_dir, fill, report)
+
+
+def write_formats(
+    config: QuantizeConfig,
+    source: ModelSource,
+    plan: QuantizationPlan,
+    output_dir: str | Path,
+    fill: Callable[[FormatSink], _T],
+    report: Callable[[PlannedExport, _T], dict[str, Any]],
+) -> ExportSummary:
+    """Writes a plan's exports; each appears only when all are complete.
+
+    Args:
+        config: Format, target and shard settings.
+        source: What is copied from, tensors and side files.
+        plan: What is written.
+        output_dir: Target folder.
+        fill: Puts every quantised layer into the sink it is given.
+        report: Makes an export's report of what `fill` returned.
+    """
+    folders = check_output(config, output_dir, source)
+    writers: list[tuple[CheckpointWriter, PlannedExport]] = []
+    reports: list[dict[str, Any]] = []
     try:
-        blocks = fill(FormatSink(writer, checkpoint_format))
-        writer.copy_rest(run.source.tensors)
-        report = make_report(run, blocks, time.perf_counter() - started)
-        writer.finish(config, report)
+        for export in plan.exports:
+            twin = next((writer for writer, other in writers if other.layout == export.layout), None)
+            side_files = _side_files(source, export)
+            folder = folders[export.format.name]
+            writer = CheckpointWriter(folder, export.layout, side_files, overwrite=config.overwrite, twin=twin)
+            writers.append((writer, export))
+        own = [(writer, export) for writer, export in writers if not writer.is_twin]
+        made = fill(FormatSink(*((writer, export.format) for writer, export in own)))
+        for writer, _ in own:
+            writer.copy_rest(source.tensors)
+        card = _text_of(source.side_files.get(SOURCE_CARD_FILE))
+        for writer, export in writers:
+            reports.append(report(export, made))
+            written = exported_config(source.raw_config, export.quantization_config)
+            writer.finish(written, reports[-1], {CARD_FILE: model_card(reports[-1], card).encode()})
     except BaseException:
-        writer.abort()
+        for writer, _ in reversed(writers):  # the first one may have made the folder of all
+            writer.abort()
         raise
-    return ExportSummary(folder=target, report=report)
+    return ExportSummary(folder=next(iter(folders.values())), report=reports[0], folders=folders)
 
 
-def make_report(run: PreparedRun, blocks: list[BlockReport], seconds: float) -> dict[str, Any]:
+def _side_files(source: ModelSource, export: PlannedExport) -> dict[str, Path | bytes | None]:
+    side_files: dict[str, Path | bytes | None] = {**source.side_files, CARD_FILE: None}
+    if export.format.writes_config_file and export.quantization_config is not None:
+        side_files[QUANT_CONFIG_FILE] = quantization_config_file(export.quantization_config)
+    return side_files
+
+
+def _text_of(content: Path | bytes | None) -> str | None:
+    data = content.read_bytes() if isinstance(content, Path) else content
+    return None if data is None else data.decode(errors="replace")
+
+
+def make_report(run: PreparedRun, export: PlannedExport, blocks: list[BlockReport], seconds: float) -> dict[str, Any]:
     """The contents of quantization_report.json: settings, data, every layer, totals. JSON values only."""
     report = {
         "schema": REPORT_SCHEMA,
         "version": version.__version__,
         "model": run.source.name,
+        "format": export.format.name,
+        "activations": "not quantised" if export.quantization_config is None else "FP8",
         "settings": run.config.to_report(),
         "calibration": {
             "sources": list(run.data.sources),
@@ -325,7 +347,7 @@ def make_report(run: PreparedRun, blocks: list[BlockReport], seconds: float) -> 
         "totals": {
             "mean_weight_sqnr_db": mean_sqnr_db(blocks),
             "source_bytes": run.source.tensors.stored_bytes,
-            "export_bytes": run.plan.layout.num_bytes,
+            "export_bytes": export.layout.num_bytes,
             "seconds": seconds,
             "peak_memory_bytes": peak_memory_bytes(),
         },
@@ -337,37 +359,3 @@ def make_report(run: PreparedRun, blocks: list[BlockReport], seconds: float) -> 
 
 def _num_tokens(batches: Sequence[torch.Tensor]) -> int:
     return sum(batch.numel() for batch in batches)
-
-
-def _open_in_memory(model: Any, tokenizer: Any) -> ModelSource:
-    import json
-
-    for name, module in model.named_modules():
-        if isinstance(module, LinearExperts | WeightFP8ActFP8StaticQuantLinear):
-            raise ConfigError(
-                f"the model was loaded or quantised by autoround_fp8 ({name!r} is a {type(module).__name__}) and "
-                "cannot be quantised again; give the original model or its folder"
-            )
-    raw_config = json.loads(model.config.to_json_string(use_diff=True))
-    raw_config["architectures"] = [type(model).__name__]
-    raw_config["dtype"] = str(model.dtype).removeprefix("torch.")
-    config = type(model.config).from_dict({k: decoded(v) for k, v in raw_config.items() if k != "quantization_config"})
-    tensors = loaded_tensors(model, build_model(config, model.dtype))
-    files: dict[str, Path | bytes] = {}
-    if getattr(model, "generation_config", None) is not None:
-        # Written as it is: saving through transformers refuses settings that the model's authors shipped.
-        files["generation_config.json"] = (model.generation_config.to_json_string() + "\n").encode()
-    if tokenizer is not None:
-        with tempfile.TemporaryDirectory() as folder:
-            tokenizer.save_pretrained(folder)
-            files.update({path.name: path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()})
-    else:
-        logger.info("no tokenizer was given with the model in memory, so none is exported")
-    return ModelSource(
-        name=getattr(model, "name_or_path", "") or type(model).__name__,
-        folder=None,
-        tensors=open_source(InMemorySource(tensors), raw_config, source_dtype(raw_config)),
-        raw_config=raw_config,
-        config=config,
-        side_files=files,
-    )

@@ -6,25 +6,38 @@ Read `compressor.py` for how a plan is carried out.
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import nn
 
 from autoround_fp8.checkpoint.layout import ExportLayout, PlannedTensor, parse_size, plan_layout
 from autoround_fp8.checkpoint.reader import TensorSource
 from autoround_fp8.config import QuantizeConfig
 from autoround_fp8.errors import CheckpointError, ConfigError, UnsupportedModelError
-from autoround_fp8.formats.base import CheckpointFormat
+from autoround_fp8.formats.base import CheckpointFormat, SchemeTable
 from autoround_fp8.layer_plan import LayerPlanner, LinearPlan
 from autoround_fp8.models.skeleton import Skeleton
 from autoround_fp8.schemes import UNQUANTIZED, QuantizationScheme, SchemeResolver, matches_layer
 
 logger = logging.getLogger(__name__)
 
-# `model.layers.3.mlp.experts.7.up_proj`: the experts of a layer, an expert, its projection.
-_EXPERT_NAME = re.compile(r"(.*\.experts)\.\d+\.\w+")
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedExport:
+    """One checkpoint that a run writes.
+
+    Attributes:
+        format: Its format.
+        layout: Where each of its tensors goes.
+        quantization_config: The block for its config.json, None if it has none.
+    """
+
+    format: CheckpointFormat
+    layout: ExportLayout
+    quantization_config: Mapping[str, Any] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,51 +49,59 @@ class QuantizationPlan:
         blocks: Per decoder block, its linear layers, quantised or not.
         exceptions: Checkpoint name, or regular expression for all experts of a layer -> scheme, of the linears in the
             blocks that differ from the default scheme and of other matrices that stay as they are.
-        layout: Where each tensor of the export goes.
+        exports: What is written, one per format.
     """
 
     skeleton: Skeleton
     blocks: tuple[tuple[LinearPlan, ...], ...]
     exceptions: Mapping[str, QuantizationScheme]
-    layout: ExportLayout
+    exports: tuple[PlannedExport, ...]
+
+    @property
+    def layout(self) -> ExportLayout:
+        """Where each tensor of the first export goes."""
+        return self.exports[0].layout
 
     @property
     def quantized(self) -> list[LinearPlan]:
         """All layers that get FP8 codes."""
         return [linear for block in self.blocks for linear in block if linear.scheme.is_quantized]
 
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether any layer's input scale is to be measured."""
+        return any(not linear.scheme.act_dynamic for linear in self.quantized)
+
 
 def make_plan(
-    config: QuantizeConfig, skeleton: Skeleton, source: TensorSource, checkpoint_format: CheckpointFormat
+    config: QuantizeConfig, skeleton: Skeleton, source: TensorSource, *formats: CheckpointFormat
 ) -> QuantizationPlan:
     """Decides what happens to every layer and tensor.
 
     Raises:
-        ConfigError: If nothing would be quantised, fused layers disagree, or the format cannot hold a scheme.
+        ConfigError: If nothing would be quantised, fused layers disagree, or a format cannot hold a scheme.
         CheckpointError: If a weight is not what its layer needs, or a source tensor would be lost.
         UnsupportedModelError: If a layer cannot be mapped to one source tensor.
     """
     resolver = SchemeResolver(config.scheme, config.layer_config, config.ignore_layers)
-    planner = LayerPlanner(skeleton, source, resolver, shared_expert_scale=config.moe_input_scale == "shared")
+    planner = LayerPlanner(
+        skeleton,
+        source,
+        resolver,
+        shared_expert_scale=config.moe_input_scale == "shared",
+        kept=lambda fqn: any(f.keeps(fqn) for f in formats),
+    )
     blocks = tuple(planner.plan_block(name) for name in skeleton.block_names)
     linears = [linear for block in blocks for linear in block]
     quantized = {linear.fqn: linear for linear in linears if linear.scheme.is_quantized}
     _check_patterns(resolver, skeleton, config.layer_config, list(quantized.values()))
     _report_unused(skeleton)
+    _report_kept(formats, linears)
     if not quantized:
         raise ConfigError(
             f"nothing would be quantised: none of the {len(linears)} linear layers in the blocks is left to do"
         )
-    checkpoint_format.validate({fqn: linear.scheme for fqn, linear in quantized.items()})
-    tensors = [
-        t
-        for linear in quantized.values()
-        for t in checkpoint_format.planned_tensors(linear.fqn, linear.shape, linear.scheme)
-    ]
-    made, consumed = {t.name for t in tensors}, _consumed_tensors(skeleton, quantized)
-    clash = sorted((made - consumed) & set(source.entries))
-    if clash:
-        raise CheckpointError(f"the source already has a tensor {clash[0]!r}, which the export would replace")
+    consumed = _consumed_tensors(skeleton, quantized)
     copied = [
         PlannedTensor(name=e.name, dtype=e.dtype, shape=e.shape, source=e.name)
         for e in source.entries.values()
@@ -90,14 +111,50 @@ def make_plan(
     prefixes = block_prefixes(skeleton, blocks)
     for fqn in _copied_matrices(copied, skeleton, prefixes, quantized):
         schemes.setdefault(fqn, UNQUANTIZED)
-    exceptions = _summarised({fqn: scheme for fqn, scheme in schemes.items() if scheme != config.scheme}, schemes)
-    _check_described(checkpoint_format, config.scheme, exceptions, prefixes, linears)
-    return QuantizationPlan(
-        skeleton=skeleton,
-        blocks=blocks,
-        exceptions=exceptions,
-        layout=plan_layout([*tensors, *copied], source.entries, consumed, parse_size(config.max_shard_size)),
+    table = SchemeTable(
+        default=config.scheme,
+        schemes=schemes,
+        also_kept=_kept_besides(skeleton, linears),
+        block_prefixes=tuple(prefixes),
     )
+    exports = []
+    for checkpoint_format in formats:
+        checkpoint_format.validate({linear.fqn: linear.scheme for linear in linears})
+        made = _made_tensors(checkpoint_format, skeleton, source, quantized)
+        clash = sorted(({t.name for t in made} - consumed) & set(source.entries))
+        if clash:
+            raise CheckpointError(f"the source already has a tensor {clash[0]!r}, which the export would replace")
+        exports.append(
+            PlannedExport(
+                format=checkpoint_format,
+                layout=plan_layout([*made, *copied], source.entries, consumed, parse_size(config.max_shard_size)),
+                quantization_config=_described(checkpoint_format, table, linears),
+            )
+        )
+    exceptions = table.entries(lambda scheme: scheme != config.scheme)
+    return QuantizationPlan(skeleton=skeleton, blocks=blocks, exceptions=exceptions, exports=tuple(exports))
+
+
+def _made_tensors(
+    checkpoint_format: CheckpointFormat,
+    skeleton: Skeleton,
+    source: TensorSource,
+    quantized: Mapping[str, LinearPlan],
+) -> list[PlannedTensor]:
+    """The tensors that quantised layers become."""
+    made = []
+    for fqn, linear in quantized.items():
+        experts, tensor = skeleton.experts.get(linear.experts), f"{fqn}.weight"
+        if experts is not None and experts.is_fused:
+            tensor = experts.tensor_names()[0]
+            if not checkpoint_format.splits_fused_experts:
+                raise UnsupportedModelError(
+                    f"the experts of {linear.experts!r} are one tensor in the checkpoint, which format "
+                    f"{checkpoint_format.name!r} does not take apart; choose another format, or ignore the experts"
+                )
+        dtype = source.entries[tensor].dtype
+        made += checkpoint_format.planned_tensors(fqn, linear.shape, linear.scheme, dtype)
+    return made
 
 
 def _consumed_tensors(skeleton: Skeleton, quantized: Mapping[str, LinearPlan]) -> set[str]:
@@ -112,21 +169,51 @@ def _consumed_tensors(skeleton: Skeleton, quantized: Mapping[str, LinearPlan]) -
     return consumed
 
 
-def _check_described(
-    checkpoint_format: CheckpointFormat,
-    scheme: QuantizationScheme,
-    exceptions: Mapping[str, QuantizationScheme],
-    prefixes: Sequence[str],
-    linears: Sequence[LinearPlan],
-) -> None:
-    """Reads the config that would be written as a loader does: it must say of every layer what the plan says."""
-    parsed = checkpoint_format.parse(checkpoint_format.quantization_config(scheme, exceptions, prefixes))
+def _described(
+    checkpoint_format: CheckpointFormat, table: SchemeTable, linears: Sequence[LinearPlan]
+) -> dict[str, Any] | None:
+    """The config that is written, after reading it as a loader does: it must say of every layer what the plan says."""
+    block = checkpoint_format.quantization_config(table)
+    if block is None:
+        return None
+    parsed = checkpoint_format.parse(block)
     assert parsed is not None
-    for linear in linears:
-        if parsed.resolve(linear.fqn) != linear.scheme:
+    wanted = {linear.fqn: linear.scheme for linear in linears}
+    # Not by the model's names in the blocks: only formats for transformers need those.
+    modules = {linear.module for linear in linears}
+    wanted |= {name: UNQUANTIZED for name in table.also_kept if name not in modules}
+    for fqn, scheme in wanted.items():
+        if parsed.resolve(fqn) != scheme:
             raise UnsupportedModelError(
-                f"the config of format {checkpoint_format.name!r} cannot describe layer {linear.fqn!r}: another entry "
-                "of it names that layer too"
+                f"the config of format {checkpoint_format.name!r} cannot describe layer {fqn!r}: another entry of it "
+                "names that layer too"
+            )
+    return block
+
+
+def _kept_besides(skeleton: Skeleton, linears: Sequence[LinearPlan]) -> tuple[str, ...]:
+    """Linears outside the blocks (output layer, other towers), and the model's names of kept ones in the blocks.
+
+    Both names of the former: engines know the checkpoint's, transformers its own.
+    """
+    names = []
+    for name, module in skeleton.model.named_modules():
+        if isinstance(module, nn.Linear) and not name.startswith(f"{skeleton.container_name}."):
+            names += [skeleton.sources.get(f"{name}.weight", name).removesuffix(".weight"), name]
+    fqns = {linear.fqn for linear in linears}
+    names += [x.module for x in linears if not x.scheme.is_quantized and not x.experts and x.module not in fqns]
+    return tuple(dict.fromkeys(names))
+
+
+def _report_kept(formats: Sequence[CheckpointFormat], linears: Sequence[LinearPlan]) -> None:
+    for checkpoint_format in formats:
+        kept = [linear.fqn for linear in linears if checkpoint_format.keeps(linear.fqn)]
+        if kept:
+            logger.info(
+                "%d layers stay in 16 bit, as engines that read format %s need them: %s",
+                len(kept),
+                checkpoint_format.name,
+                ", ".join(sorted({fqn.rpartition(".")[2] for fqn in kept})),
             )
 
 
@@ -155,27 +242,6 @@ def _copied_matrices(
             # A parameter without a module of its own stands for the module it is in, unless that has FP8 layers too.
             bare = stem == tensor.name and not any(fqn.startswith(f"{owner}.") for fqn in quantized)
             found.append(owner if bare else stem)
-    return found
-
-
-def _summarised(
-    exceptions: Mapping[str, QuantizationScheme], schemes: Mapping[str, QuantizationScheme]
-) -> dict[str, QuantizationScheme]:
-    """Writes the exceptions for the experts of a layer as one regular expression where they are all alike."""
-    members: dict[str, list[str]] = {}
-    for fqn in schemes:
-        match = _EXPERT_NAME.fullmatch(fqn)
-        if match:
-            members.setdefault(match[1], []).append(fqn)
-    found: dict[str, QuantizationScheme] = {}
-    for fqn, scheme in exceptions.items():
-        match = _EXPERT_NAME.fullmatch(fqn)
-        group = members[match[1]] if match else []
-        if match and all(schemes[name] == scheme for name in group):
-            leaves = sorted({name.rpartition(".")[2] for name in group})
-            found[rf"{re.escape(match[1])}\.\d+\.({'|'.join(leaves)})$"] = scheme
-        else:
-            found[fqn] = scheme
     return found
 
 

@@ -19,14 +19,15 @@ class QuantizedLinear:
         fqn: Module name in the source checkpoint, without `.weight`.
         weight: FP8 codes `[out_features, in_features]`, `torch.float8_e4m3fn`.
         weight_scale: Dequantisation multiplier, float32 `[out_features, 1]` (per channel) or `[1]` (per tensor).
-        input_scale: Dequantisation multiplier of the static input quantisation, float32 `[1]`.
+        input_scale: Dequantisation multiplier of the static input quantisation, float32 `[1]`; None if each token gets
+            its own on the fly.
         bias: `[out_features]` in the source dtype, or None.
     """
 
     fqn: str
     weight: torch.Tensor
     weight_scale: torch.Tensor
-    input_scale: torch.Tensor
+    input_scale: torch.Tensor | None
     bias: torch.Tensor | None = None
 
 
@@ -56,7 +57,7 @@ class LayerReport:
         shape: `(out_features, in_features)`.
         weight_sqnr_db: Signal to quantisation noise ratio of the weight in dB (inf for an exact layer).
         input_amax: Largest absolute input value seen in calibration, probes included, in the model's units.
-        input_scale: The exported input scale.
+        input_scale: The exported input scale, None if there is none.
         num_tokens: Calibration tokens that reached the layer; probe tokens do not count.
         num_peak_tokens: Tokens, also of probes, with a value of at least half of `input_amax`; 16 = 16 or more.
         source: Where the input range came from (`tuning/input_ranges.py`).
@@ -67,7 +68,7 @@ class LayerReport:
     shape: tuple[int, int]
     weight_sqnr_db: float
     input_amax: float
-    input_scale: float
+    input_scale: float | None
     num_tokens: int
     num_peak_tokens: int
     source: str = "observed"

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autoround_fp8.errors import ConfigError
-from autoround_fp8.numerics.granularity import PER_CHANNEL, PER_TENSOR
+from autoround_fp8.numerics.granularity import PER_CHANNEL, PER_TENSOR, PER_TOKEN
 
 
 @dataclass(kw_only=True)
@@ -27,10 +27,10 @@ class QuantizationScheme:
         sym: Symmetric weights; always True for FP8.
         data_type: "fp" for FP8 E4M3FN, "float" for 16 bit.
         act_bits: Input bits: 8, or 16.
-        act_group_size: 0 = one input scale per tensor.
+        act_group_size: 0 = one input scale per tensor; -1 = one per token.
         act_sym: Symmetric inputs; always True for FP8.
         act_data_type: "fp" or "float".
-        act_dynamic: False = input scales are calibrated and stored.
+        act_dynamic: False = input scales are calibrated and stored; True = each token gets its own when it comes.
     """
 
     bits: int = 8
@@ -108,6 +108,7 @@ UNQUANTIZED = QuantizationScheme(bits=16, data_type="float", act_bits=16, act_da
 PRESETS: dict[str, QuantizationScheme] = {
     "FP8_STATIC": QuantizationScheme(),
     "FP8_STATIC_TENSOR": QuantizationScheme(group_size=PER_TENSOR),
+    "FP8_DYNAMIC": QuantizationScheme(act_group_size=PER_TOKEN, act_dynamic=True),
 }
 
 # Accepted values per field for a quantised layer: what this package can really do.
@@ -117,10 +118,10 @@ _SUPPORTED: dict[str, tuple[Any, ...]] = {
     "sym": (True,),
     "data_type": ("fp", "fp8"),
     "act_bits": (8,),
-    "act_group_size": (PER_TENSOR,),
+    "act_group_size": (PER_TENSOR, PER_TOKEN),
     "act_sym": (True,),
     "act_data_type": ("fp", "fp8"),
-    "act_dynamic": (False,),
+    "act_dynamic": (False, True),
 }
 
 
@@ -133,7 +134,7 @@ def preset_name_to_scheme(name: str) -> QuantizationScheme:
     key = name.strip().strip("'\"").upper()
     if key not in PRESETS:
         raise ConfigError(
-            f"scheme {name!r} is not supported; this package writes static W8A8 FP8: choose from {', '.join(PRESETS)}"
+            f"scheme {name!r} is not supported; this package writes W8A8 FP8: choose from {', '.join(PRESETS)}"
         )
     return dataclasses.replace(PRESETS[key])
 
@@ -153,9 +154,14 @@ def validate_scheme(scheme: QuantizationScheme, where: str = "scheme") -> None:
     for name, accepted in _SUPPORTED.items():
         if scheme[name] not in accepted or isinstance(scheme[name], bool) != isinstance(accepted[0], bool):
             raise ConfigError(
-                f"{name} ({scheme[name]!r}) of {where} is not supported by static W8A8 FP8; use "
+                f"{name} ({scheme[name]!r}) of {where} is not supported by W8A8 FP8; use "
                 f"{' or '.join(repr(value) for value in accepted)}"
             )
+    if scheme.act_dynamic != (scheme.act_group_size == PER_TOKEN):
+        raise ConfigError(
+            f"act_dynamic ({scheme.act_dynamic!r}) of {where} does not go with act_group_size "
+            f"({scheme.act_group_size!r}): inputs have one stored scale (False, 0) or one per token (True, -1)"
+        )
 
 
 def parse_scheme(value: str | Mapping[str, Any] | QuantizationScheme) -> QuantizationScheme:
@@ -175,6 +181,8 @@ def parse_scheme(value: str | Mapping[str, Any] | QuantizationScheme) -> Quantiz
     else:
         raise ConfigError(f"scheme must be a preset name, a dict or a QuantizationScheme, got {type(value).__name__}")
     validate_scheme(scheme)
+    if scheme.is_quantized:  # "fp8" is another word for the same
+        scheme = dataclasses.replace(scheme, data_type="fp", act_data_type="fp")
     return scheme
 
 

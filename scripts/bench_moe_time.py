@@ -24,9 +24,10 @@ from make_deepseek_v3 import main as make_deepseek_v3
 
 from autoround_fp8.checkpoint.materialize import fill_module
 from autoround_fp8.config import QuantizeConfig
+from autoround_fp8.model_source import open_model
 from autoround_fp8.models.skeleton import build_skeleton
 from autoround_fp8.nn.observers import AbsMaxObserver
-from autoround_fp8.pipeline import export_run, open_model, prepare
+from autoround_fp8.pipeline import export_run, prepare
 
 
 def seconds_per_block(num_experts: int, args: argparse.Namespace) -> float:

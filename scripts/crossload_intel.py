@@ -16,16 +16,17 @@ import torch
 TEXT = "The Atlantic Ocean is the second largest of the world's oceans, after the Pacific. It separates Europe and"
 
 
-def load_logits(model_dir: Path, text: str, dtype: torch.dtype) -> tuple[torch.Tensor, dict[str, int]]:
+def load_logits(model_dir: Path, text: str, dtype: torch.dtype, package: str) -> tuple[torch.Tensor, dict[str, int]]:
     """Return the float32 logits `[tokens, vocabulary]` of `text`, and how often each Linear-like class occurs.
 
-    The classes show whether the export's own FP8 linear is in use or something else took its place.
+    The classes show whether the export's own FP8 linear is in use or something else took its place. `package` is what
+    transformers loads the format with.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    # transformers finds AutoRound's quantiser by the config's quant_method; the import makes its absence an error here.
-    if importlib.util.find_spec("auto_round") is None:
-        raise ModuleNotFoundError("auto_round is not installed in this environment")
+    # transformers finds the package's quantiser by the config's quant_method; its absence shall be an error here.
+    if importlib.util.find_spec(package) is None:
+        raise ModuleNotFoundError(f"{package} is not installed in this environment")
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, device_map="cpu").eval()
     counts: dict[str, int] = {}
@@ -48,9 +49,9 @@ def describe_difference(reference: torch.Tensor, logits: torch.Tensor) -> str:
     return f"KL {kl:.6f}, top-1 {top1:.4f}, largest difference {(reference - logits).abs().max():.5f}"
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None, package: str = "auto_round", description: str | None = __doc__) -> int:
     """Load, print statistics, and save or compare."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model_dir", type=Path, help="the export (or the original model)")
     parser.add_argument("--text", default=TEXT, help="text to feed (a sentence about the Atlantic)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="compute type (float32)")
@@ -58,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--reference", type=Path, help="compare with logits saved earlier")
     args = parser.parse_args(argv)
     try:
-        logits, counts = load_logits(args.model_dir, args.text, getattr(torch, args.dtype))
+        logits, counts = load_logits(args.model_dir, args.text, getattr(torch, args.dtype), package)
         print(f"layers: {counts}")
         print(f"logits: shape {tuple(logits.shape)}, mean {logits.mean():.5f}, standard deviation {logits.std():.5f}")
         if not torch.isfinite(logits).all():

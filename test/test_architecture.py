@@ -21,11 +21,12 @@ PACKAGE_ROOT = TEST_ROOT.parent / PACKAGE
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("__init__", "__main__"),
     ("cli",),
-    ("autoround", "evaluation"),
+    ("autoround", "convert", "evaluation"),
     ("pipeline",),
-    ("compressor", "export", "inference", "mixed_precision"),
+    ("model_source",),
+    ("compressor", "export", "inference", "inspection", "mixed_precision"),
     ("block_quantizer", "block_walk"),
-    ("plan",),
+    ("plan", "model_card"),
     ("layer_plan",),
     ("calibration", "tuning", "formats"),
     ("models", "kernels"),
@@ -63,7 +64,7 @@ ATTRIBUTE_PROBES: dict[str, int] = {
     "evaluation/tasks.py": 4,
     "inference/linear.py": 2,
     "inference/load.py": 1,
-    "pipeline.py": 3,
+    "model_source.py": 3,
     "plan.py": 1,
 }
 
@@ -381,6 +382,12 @@ FROZEN_OPTIONS: dict[str, str] = {
     "cli/evaluate.py::add_compare_parser": """
         --batch_size --bs --dataset --debug --device --device_map --devices --dtype --json --kernel --nsample
         --nsamples --per_block --seed --seq_len --seqlen --trust_remote_code
+    """,
+    "cli/convert.py::add_convert_parser": """
+        --debug --format --formats --max_shard_size --output_dir --overwrite --trust_remote_code
+    """,
+    "cli/inspect.py::add_inspect_parser": """
+        --debug --json
     """,
     "cli/main.py::build_parser": """
         --version

@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tiny_models import VOCAB_SIZE, save_tiny_model, tiny_model, tiny_tokenizer
+from tiny_moe_models import tiny_moe_model
 
 from autoround_fp8 import AutoRound, QuantizationScheme, WeightFP8ActFP8StaticQuantLinear, load_quantized_model
 from autoround_fp8.autoround import parse_names
@@ -202,3 +203,49 @@ def test_a_run_leaves_random_states_and_logging_alone(tmp_path: Path) -> None:
     assert torch.get_default_dtype() == states[3]
     assert (logging.getLogger().level, list(logging.getLogger().handlers)) == (level, handlers)
     assert torch.is_grad_enabled()
+
+
+def test_the_format_chooses_the_scheme_unless_the_user_did(tmp_path: Path) -> None:
+    assert rounder(tiny_model()).config.scheme.group_size == -1
+    assert rounder(tiny_model(), format="llm_compressor,fp8").config.scheme.group_size == 0
+    model, folder = rounder(tiny_model()).quantize_and_save(tmp_path / "one", "fp8")
+    assert model.model.layers[0].mlp.up_proj.weight_scale.shape == (1,)
+    with pytest.raises(ConfigError, match="'fp8' holds one static scale per matrix"):
+        rounder(tiny_model(), scheme="FP8_STATIC").quantize_and_save(tmp_path / "two", "fp8")
+    assert json.loads((Path(folder) / "config.json").read_text())["quantization_config"]["quant_method"] == "fp8"
+
+
+def test_several_formats_of_what_was_quantised_in_memory(tmp_path: Path) -> None:
+    auto_round = rounder(tiny_model())
+    model, _ = auto_round.quantize()
+    first = auto_round.save_quantized(tmp_path / "out", "compressed-tensors,fake")
+    assert first == str(tmp_path / "out" / "llm_compressor")
+    assert torch.equal(logits(model), logits(load_quantized_model(first)))
+    assert (tmp_path / "out" / "fake" / "config.json").exists()
+
+
+def test_a_format_that_needs_other_layers_than_were_quantised_is_refused(tmp_path: Path) -> None:
+    auto_round = rounder(tiny_moe_model("deepseek_v3"))
+    auto_round.quantize()
+    with pytest.raises(ConfigError, match="'llm_compressor' needs other schemes or layers than quantize"):
+        auto_round.save_quantized(tmp_path / "out", "llm_compressor")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_fake_checkpoint_is_loaded_as_a_plain_model(tmp_path: Path) -> None:
+    model, folder = rounder(tiny_model()).quantize_and_save(tmp_path / "out", "fake")
+    assert type(model.model.layers[0].mlp.up_proj) is torch.nn.Linear
+    assert not torch.equal(logits(model), logits(tiny_model()))
+    assert "quantization_config" not in json.loads((Path(folder) / "config.json").read_text())
+
+
+def test_dynamic_inputs_need_no_tokenizer_and_no_data(tmp_path: Path) -> None:
+    settings = {"scheme": "FP8_DYNAMIC", "format": "llm_compressor", "device_map": "cpu"}
+    auto_round = AutoRound(tiny_model(), **settings)
+    model, folder = auto_round.quantize_and_save(tmp_path / "out")
+    assert model.model.layers[0].mlp.up_proj.input_scale is None
+    report = json.loads((Path(folder) / "quantization_report.json").read_text())
+    assert report["calibration"]["tokens"] == 0
+    assert {layer["input_scale"] for block in report["blocks"] for layer in block["layers"]} == {None}
+    in_memory, _ = AutoRound(tiny_model(), **settings).quantize()
+    assert torch.equal(logits(in_memory), logits(model))

@@ -15,7 +15,8 @@ from autoround_fp8.compressor import CompressionResult
 from autoround_fp8.config import ALGORITHMS, QuantizeConfig
 from autoround_fp8.errors import ConfigError, NumericsError
 from autoround_fp8.export import MemorySink
-from autoround_fp8.pipeline import compress, open_model, prepare
+from autoround_fp8.model_source import open_model
+from autoround_fp8.pipeline import compress, prepare
 
 ROWS = torch.randint(4, VOCAB_SIZE, (8, 40), generator=torch.Generator().manual_seed(5))
 

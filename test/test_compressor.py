@@ -18,7 +18,8 @@ from autoround_fp8.config import QuantizeConfig
 from autoround_fp8.errors import NumericsError
 from autoround_fp8.export import MemorySink
 from autoround_fp8.inference.load import load_quantized_model
-from autoround_fp8.pipeline import compress, export_run, open_model, prepare
+from autoround_fp8.model_source import open_model
+from autoround_fp8.pipeline import compress, export_run, prepare
 from autoround_fp8.records import LayerReport, QuantizedLinear
 from autoround_fp8.tuning.input_ranges import UNSEEN
 

@@ -20,7 +20,8 @@ from autoround_fp8.export import (
     quantization_config_file,
 )
 from autoround_fp8.formats.table import get_format
-from autoround_fp8.pipeline import open_model, prepare
+from autoround_fp8.model_source import open_model
+from autoround_fp8.pipeline import prepare
 from autoround_fp8.records import QuantizedLinear
 from autoround_fp8.schemes import parse_layer_config
 
@@ -43,15 +44,20 @@ class FakeWriter:
     def __init__(self) -> None:
         self.written: dict[str, torch.Tensor] = {}
 
+    def planned_dtype(self, name: str) -> torch.dtype:
+        return torch.float8_e4m3fn
+
     def write(self, name: str, tensor: torch.Tensor) -> None:
         self.written[name] = tensor
 
 
 def test_the_format_sink_writes_each_tensor_at_once() -> None:
     writer: Any = FakeWriter()
-    FormatSink(writer, FORMAT).put(layer("a.b"))
+    other: Any = FakeWriter()
+    FormatSink((writer, FORMAT), (other, get_format("llm_compressor"))).put(layer("a.b"))
     shapes = {name: tuple(tensor.shape) for name, tensor in writer.written.items()}
     assert shapes == {"a.b.weight": (3, 2), "a.b.weight_scale": (3,), "a.b.input_scale": (1,)}
+    assert other.written["a.b.weight_scale"].shape == (3, 1)
 
 
 def test_the_memory_sink_keeps_layers_by_name_in_order() -> None:
@@ -90,8 +96,14 @@ def test_side_files(tmp_path: Path, trust: bool) -> None:
     write(tmp_path, *KEPT, *LEFT, "modeling_x.py")
     (tmp_path / "original").mkdir()
     files = collect_side_files(tmp_path, trust_remote_code=trust)
-    assert sorted(files) == sorted([*KEPT, *(["modeling_x.py"] if trust else [])])
-    assert all(files[name] == tmp_path / name for name in files)
+    kept = {name: "README.source.md" if name == "README.md" else name for name in KEPT}
+    assert sorted(files) == sorted([*kept.values(), *(["modeling_x.py"] if trust else [])])
+    assert all(files[new] == tmp_path / old for old, new in kept.items())
+
+
+def test_an_older_card_gives_way_to_the_sources_own(tmp_path: Path) -> None:
+    write(tmp_path, "README.md", "README.source.md")
+    assert collect_side_files(tmp_path, trust_remote_code=False) == {"README.source.md": tmp_path / "README.md"}
 
 
 def test_a_link_to_a_file_is_followed(tmp_path: Path) -> None:
@@ -123,7 +135,7 @@ def test_the_config_gets_exactly_one_new_block() -> None:
     )
     plan = prepare(config, source).plan
     raw = {"model_type": "qwen3", "odd": {"é": 1}, "quantization_config": {"old": 1}}
-    result = exported_config(raw, plan, FORMAT, config.scheme)
+    result = exported_config(raw, plan.exports[0].quantization_config)
     block = result["quantization_config"]
     assert {k: v for k, v in result.items() if k != "quantization_config"} == {"model_type": "qwen3", "odd": {"é": 1}}
     assert raw["quantization_config"] == {"old": 1}
@@ -132,7 +144,8 @@ def test_the_config_gets_exactly_one_new_block() -> None:
     assert block["extra_config"]["model.layers.0.self_attn.o_proj"]["bits"] == 16
     assert block["extra_config"]["model.layers.1.mlp.down_proj"] == {"group_size": 0}
     assert len(block["extra_config"]) == 4
-    assert json.loads(quantization_config_file(result)) == block
+    assert json.loads(quantization_config_file(block)) == block
+    assert "quantization_config" not in exported_config(raw, None)
 
 
 def test_bytes_of_a_source() -> None:

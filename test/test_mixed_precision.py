@@ -21,7 +21,8 @@ from autoround_fp8.errors import ConfigError, NumericsError
 from autoround_fp8.inference.linear import WeightFP8ActFP8StaticQuantLinear
 from autoround_fp8.inference.load import load_quantized_model
 from autoround_fp8.mixed_precision import MAX_ROUNDS, MAX_TOKENS, layer_groups, pick_samples, search_count
-from autoround_fp8.pipeline import PreparedRun, export_run, keep_harmful_layers, open_model, prepare
+from autoround_fp8.model_source import open_model
+from autoround_fp8.pipeline import PreparedRun, export_run, keep_harmful_layers, prepare
 
 ROWS = torch.randint(4, VOCAB_SIZE, (4, 24), generator=torch.Generator().manual_seed(3))
 HARMFUL = ("model.layers.1.mlp.gate_proj", "model.layers.1.mlp.up_proj")

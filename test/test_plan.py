@@ -17,8 +17,9 @@ from autoround_fp8.checkpoint.source_format import open_source
 from autoround_fp8.config import QuantizeConfig
 from autoround_fp8.errors import CheckpointError, ConfigError
 from autoround_fp8.formats.table import get_format
+from autoround_fp8.model_source import open_model
 from autoround_fp8.models.skeleton import build_skeleton
-from autoround_fp8.pipeline import export_run, open_model, prepare
+from autoround_fp8.pipeline import export_run, prepare
 from autoround_fp8.plan import QuantizationPlan, calibration_dtype, make_plan
 from autoround_fp8.schemes import UNQUANTIZED, parse_layer_config
 

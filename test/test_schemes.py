@@ -64,6 +64,14 @@ class TestPresets:
     def test_per_tensor(self) -> None:
         assert parse_scheme("fp8_static_tensor") == PER_TENSOR_SCHEME
 
+    def test_dynamic_inputs_have_a_scale_per_token(self) -> None:
+        scheme = parse_scheme("fp8_dynamic")
+        assert (scheme.act_dynamic, scheme.act_group_size, scheme.group_size) == (True, -1, -1)
+        assert parse_scheme({"act_dynamic": True, "act_group_size": -1}) == scheme
+
+    def test_fp8_is_another_word_for_fp(self) -> None:
+        assert parse_scheme({"data_type": "fp8", "act_data_type": "fp8"}) == QuantizationScheme()
+
     def test_unknown_name_lists_the_presets(self) -> None:
         with pytest.raises(ConfigError, match=r"'W4A16'.*FP8_STATIC, FP8_STATIC_TENSOR"):
             parse_scheme("W4A16")
@@ -86,6 +94,7 @@ class TestValidation:
             ({"data_type": "int"}, r"data_type \('int'\)"),
             ({"act_bits": 16}, r"act_bits \(16\)"),
             ({"act_group_size": -1}, r"act_group_size \(-1\)"),
+            ({"act_group_size": 64}, r"act_group_size \(64\)"),
             ({"act_dynamic": True}, r"act_dynamic \(True\)"),
             ({"bits": 16, "act_bits": 8}, r"bits \(16\)"),
         ],

@@ -12,7 +12,8 @@ from typing import Any
 
 from autoround_fp8.errors import CheckpointError, ConfigError
 
-_WANTED = ["*.safetensors", "*.json", "*.txt", "*.jinja", "*.model", "*.py", "*.md", "LICENSE*", "*.tiktoken"]
+_LICENCES = ["LICENSE*", "LICENCE*", "COPYING*", "NOTICE*"]
+_WANTED = ["*.safetensors", "*.json", "*.txt", "*.jinja", "*.model", "*.py", "*.md", "*.tiktoken", *_LICENCES]
 
 
 def locate_checkpoint(model: str | Path) -> Path:

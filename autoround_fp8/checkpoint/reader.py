@@ -108,31 +108,49 @@ class CheckpointReader:
 
     Args:
         folder: Directory with `model.safetensors`, or shards and their index.
+        faults: Where to list what is wrong with single files and tensors, which are then left out; None = the first
+            is raised.
 
     Raises:
         CheckpointError: If the folder holds no safetensors, or a header, an index entry or a file size is not right;
             the message names the file or tensor.
     """
 
-    def __init__(self, folder: str | Path):
+    def __init__(self, folder: str | Path, faults: list[str] | None = None):
         self.folder = Path(folder)
+        self._faults = faults
         if not self.folder.is_dir():
             raise CheckpointError(f"model folder {str(folder)!r} does not exist")
         weight_map = _read_index(self.folder)
         self._entries: dict[str, TensorEntry] = {}
+        unread = set()
         for file in sorted(set(weight_map.values())) if weight_map is not None else [_single_file(self.folder)]:
-            for entry in read_header(self.folder / file):
-                if entry.name in self._entries:
-                    raise CheckpointError(
-                        f"tensor {entry.name!r} is in two files: {self._entries[entry.name].file} and {file}"
-                    )
-                self._entries[entry.name] = entry
+            try:
+                self._add(file)
+            except CheckpointError as e:
+                self._report(e)
+                unread.add(file)
         for name, file in (weight_map or {}).items():
             found = self._entries.get(name)
-            if found is None or found.file != self.folder / file:
-                raise CheckpointError(f"{INDEX_FILE} says tensor {name!r} is in {file!r}, but it is not there")
+            if file not in unread and (found is None or found.file != self.folder / file):
+                text = f"{INDEX_FILE} says tensor {name!r} is in {file!r}, but it is not there"
+                self._report(CheckpointError(text))
         if not self._entries:
-            raise CheckpointError(f"{str(folder)!r} holds no tensors")
+            raise CheckpointError(f"{str(folder)!r} holds no tensors{f': {faults[0]}' if faults else ''}")
+
+    def _add(self, file: str) -> None:
+        if not (self.folder / file).is_file():
+            raise CheckpointError(f"shard {file!r} named by {INDEX_FILE} is missing from {self.folder}")
+        for entry in read_header(self.folder / file):
+            other = self._entries.setdefault(entry.name, entry)
+            if other is not entry:
+                text = f"tensor {entry.name!r} is in two files: {other.file} and {file}"
+                self._report(CheckpointError(text))
+
+    def _report(self, error: CheckpointError) -> None:
+        if self._faults is None:
+            raise error
+        self._faults.append(str(error))
 
     @property
     def entries(self) -> dict[str, TensorEntry]:
@@ -341,8 +359,6 @@ def _read_index(folder: Path) -> dict[str, str] | None:
             raise CheckpointError(
                 f"{path} names {file!r} for tensor {name!r}; only *.safetensors in the same folder are read"
             )
-        if not (folder / file).is_file():
-            raise CheckpointError(f"shard {file!r} named by {INDEX_FILE} is missing from {folder}")
     return weight_map
 
 

@@ -37,8 +37,11 @@ class CheckpointWriter:
     Args:
         output_dir: Target folder; made if missing. User files in it stay.
         layout: Every tensor's place.
-        side_files: File name -> source path or contents; config.json not among them.
+        side_files: File name -> source path, contents, or None for contents that `finish` is given; config.json not
+            among them.
         overwrite: Whether an earlier export of this package in the target may be replaced.
+        twin: A writer with the same layout, finished before this one: its weights are linked or, where the file system
+            has no hard links, copied, instead of written again.
 
     Raises:
         ConfigError: If the target is a file, holds another checkpoint or a file this export would replace, or if
@@ -50,12 +53,14 @@ class CheckpointWriter:
         self,
         output_dir: str | Path,
         layout: ExportLayout,
-        side_files: Mapping[str, Path | bytes],
+        side_files: Mapping[str, Path | bytes | None],
         *,
         overwrite: bool = False,
+        twin: CheckpointWriter | None = None,
     ):
         self.output_dir = Path(output_dir)
         self._layout = layout
+        self._twin = twin
         self._side_files = dict(side_files)
         self._places = {name: (shard.file, *shard.ranges[name]) for shard in layout.shards for name in shard.ranges}
         self._written: set[str] = set()
@@ -72,15 +77,25 @@ class CheckpointWriter:
             self._replaced = check_target(self.output_dir, self._file_names(), overwrite=overwrite)
             shutil.rmtree(self._staging, ignore_errors=True)
             self._staging.mkdir()
-            self._check_space()
-            for shard in layout.shards:
-                self._reserve(shard.file, shard.header, shard.num_bytes)
+            if twin is None:
+                self._check_space()
+                for shard in layout.shards:
+                    self._reserve(shard.file, shard.header, shard.num_bytes)
         except OSError as e:
             self.abort()
             raise CheckpointError(f"cannot write to output_dir {str(output_dir)!r}: {e.strerror or e}") from e
         except BaseException:
             self.abort()
             raise
+
+    @property
+    def is_twin(self) -> bool:
+        """Whether the weights come from another writer, so that nothing is to be written here."""
+        return self._twin is not None
+
+    def planned_dtype(self, name: str) -> torch.dtype:
+        """The dtype a tensor has to be written in."""
+        return DTYPES[self._layout.tensors[name].dtype]
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Writes one tensor; dtype and shape must be the planned ones.
@@ -101,24 +116,31 @@ class CheckpointWriter:
             if planned.source is not None and name not in self._written:
                 self._put(name, source.chunks(planned.source))
 
-    def finish(self, config: Mapping[str, Any], report: Mapping[str, Any]) -> None:
+    def finish(
+        self, config: Mapping[str, Any], report: Mapping[str, Any], late_files: Mapping[str, bytes] | None = None
+    ) -> None:
         """Moves the finished files into place, config.json last.
 
         Args:
             config: Contents of config.json.
             report: Contents of quantization_report.json; the list of exported files is added.
+            late_files: Contents of the side files that had none.
 
         Raises:
             CheckpointError: If a planned tensor was not written, or a file cannot be moved.
         """
         missing = [name for name in self._layout.tensors if name not in self._written]
-        if missing:
+        if missing and self._twin is None:
             raise CheckpointError(f"{len(missing)} planned tensors were never written, first {missing[0]!r}")
         try:
-            for name, content in self._side_files.items():
+            if self._twin is not None:
+                for shard in self._layout.shards:
+                    _link(self._twin.output_dir / shard.file, self._staging / shard.file)
+            for name, content in {**self._side_files, **(late_files or {})}.items():
                 if isinstance(content, Path):
                     shutil.copyfile(content, self._staging / name)
                 else:
+                    assert content is not None, name
                     (self._staging / name).write_bytes(content)
             if self._layout.is_sharded:
                 _write_json(self._staging / INDEX_FILE, self._layout.index())
@@ -237,6 +259,13 @@ def check_target(output_dir: Path, new_files: set[str], *, overwrite: bool) -> s
             "or another --output_dir"
         )
     return old
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
 
 
 def _lock_folder(folder: Path) -> int | None:

@@ -73,7 +73,7 @@ def run_eval(args: argparse.Namespace) -> int:
     from autoround_fp8.evaluation.tasks import resolve_tasks
 
     resolve_device(args.device)
-    target = _output_file(args.output_path, "output_path")
+    target = output_file(args.output_path, "output_path")
     folder = locate_checkpoint(args.model)
     tasks = resolve_tasks(args.tasks.split(","), args.include_path)
     results = evaluate_folder(folder, tasks, args)
@@ -121,7 +121,7 @@ def run_compare(args: argparse.Namespace) -> int:
     from autoround_fp8.evaluation.compare import compare_checkpoints
     from autoround_fp8.evaluation.comparison_report import format_comparison
 
-    target = _output_file(args.json, "json")
+    target = output_file(args.json, "json")
     report = compare_checkpoints(
         args.reference,
         args.candidate,
@@ -141,7 +141,7 @@ def run_compare(args: argparse.Namespace) -> int:
     return 0
 
 
-def _output_file(word: str | None, option: str) -> Path | None:
+def output_file(word: str | None, option: str) -> Path | None:
     """Where a report goes; refused before the work if it cannot be written there."""
     if word is None:
         return None

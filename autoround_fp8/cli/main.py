@@ -1,4 +1,4 @@
-"""`auto-round [quantize] | eval | compare`: finds the command, runs it, makes errors one sentence and an exit code.
+"""`auto-round [quantize] | eval | compare | inspect | convert`: finds and runs the command, makes errors a sentence.
 
 Exit codes: 0 done, 1 the work failed, 2 the command line is wrong, 129 ended by SIGHUP, 130 interrupted, 143 ended by
 SIGTERM.
@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 from autoround_fp8.errors import AutoRoundError, ConfigError
 from autoround_fp8.version import __version__
 
-COMMANDS = ("quantize", "eval", "compare")
+COMMANDS = ("quantize", "eval", "compare", "inspect", "convert")
 
 # Windows has no SIGHUP.
 ENDING_SIGNALS = tuple(signal.Signals[name] for name in ("SIGTERM", "SIGHUP") if name in signal.Signals.__members__)
@@ -67,11 +67,11 @@ class Parser(argparse.ArgumentParser):
 
 def build_parser() -> Parser:
     """The whole command line."""
-    from autoround_fp8.cli import evaluate, quantize
+    from autoround_fp8.cli import convert, evaluate, inspect, quantize
 
     parser = Parser(
         prog="auto-round",
-        description="Static W8A8-FP8 checkpoints of language models: quantise, evaluate, compare.",
+        description="W8A8-FP8 checkpoints of language models: quantise, evaluate, compare, inspect, convert.",
         epilog="'auto-round MODEL ...' is short for 'auto-round quantize MODEL ...'; "
         "'auto-round COMMAND --help' has the options.",
     )
@@ -80,6 +80,8 @@ def build_parser() -> Parser:
     quantize.add_quantize_parser(subparsers)
     evaluate.add_eval_parser(subparsers)
     evaluate.add_compare_parser(subparsers)
+    inspect.add_inspect_parser(subparsers)
+    convert.add_convert_parser(subparsers)
     return parser
 
 
@@ -93,7 +95,7 @@ def main(argv: Sequence[str] | None = None, defaults: Sequence[str] = ()) -> int
     Returns:
         The exit code.
     """
-    from autoround_fp8.cli import evaluate, quantize
+    from autoround_fp8.cli import convert, evaluate, inspect, quantize
 
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] not in (*COMMANDS, "--version", "-h", "--help"):
@@ -102,7 +104,13 @@ def main(argv: Sequence[str] | None = None, defaults: Sequence[str] = ()) -> int
         words[1:1] = defaults
     args = build_parser().parse_args(words)
     configure_logging(debug=getattr(args, "debug", False))
-    run = {"quantize": quantize.run_quantize, "eval": evaluate.run_eval, "compare": evaluate.run_compare}[args.command]
+    run = {
+        "quantize": quantize.run_quantize,
+        "eval": evaluate.run_eval,
+        "compare": evaluate.run_compare,
+        "inspect": inspect.run_inspect,
+        "convert": convert.run_convert,
+    }[args.command]
     try:
         with ending_signals_raised():
             return run(args)

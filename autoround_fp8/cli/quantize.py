@@ -31,7 +31,7 @@ _SCHEME_FIELDS = ("bits", "group_size", "data_type", "act_bits", "act_group_size
 def add_quantize_parser(subparsers: Any) -> None:
     """Adds the `quantize` command."""
     parser = subparsers.add_parser(
-        "quantize", help="quantise a model (the default command)", description="Quantise a model to static W8A8 FP8."
+        "quantize", help="quantise a model (the default command)", description="Quantise a model to W8A8 FP8."
     )
     parser.add_argument("model_word", nargs="?", metavar="MODEL", help="model folder or hub id")
     group = parser.add_argument_group("model")
@@ -50,13 +50,18 @@ def add_quantize_parser(subparsers: Any) -> None:
     group.add_argument("--low_gpu_mem_usage", action="store_true", help="always so: block inputs live in host memory")
     group = parser.add_argument_group("output")
     group.add_argument("--output_dir", help="target folder (required)")
-    group.add_argument("--format", "--formats", default="fp8_static", help="checkpoint format (fp8_static)")
+    group.add_argument(
+        "--format",
+        "--formats",
+        default="fp8_static",
+        help="fp8_static (default), llm_compressor, fp8, fake; or several",
+    )
     group.add_argument("--max_shard_size", default="5GB", help="largest shard (5GB)")
     group.add_argument(
         "--overwrite", action="store_true", help="replace an earlier export of this program in the target"
     )
     group = parser.add_argument_group("scheme")
-    group.add_argument("--scheme", default="FP8_STATIC", help="FP8_STATIC (default) or FP8_STATIC_TENSOR")
+    group.add_argument("--scheme", help="FP8_STATIC (default), FP8_STATIC_TENSOR (format fp8) or FP8_DYNAMIC")
     for name in _SCHEME_FIELDS:
         group.add_argument(f"--{name}", type=int if name.endswith(("bits", "size")) else str, help=argparse.SUPPRESS)
     group.add_argument("--disable_act_dynamic", action="store_true", help=argparse.SUPPRESS)
@@ -125,13 +130,15 @@ def config_from_args(args: argparse.Namespace) -> QuantizeConfig:
     """
     from autoround_fp8.autoround import parse_names
     from autoround_fp8.config import QuantizeConfig
-    from autoround_fp8.formats.table import get_format
+    from autoround_fp8.formats.table import default_scheme, get_formats, normalized_formats
     from autoround_fp8.schemes import parse_layer_config, parse_scheme
 
-    scheme = parse_scheme(args.scheme)
+    scheme = default_scheme(get_formats(args.format)) if args.scheme is None else parse_scheme(args.scheme)
     for name in _SCHEME_FIELDS:
         if getattr(args, name) is not None:
             scheme[name] = getattr(args, name)
+    if args.disable_act_dynamic and scheme.act_dynamic:
+        raise ConfigError(f"--disable_act_dynamic contradicts --scheme {args.scheme}, whose inputs are dynamic")
     return QuantizeConfig(
         scheme=parse_scheme(scheme),
         layer_config=parse_layer_config(args.layer_config),
@@ -156,7 +163,7 @@ def config_from_args(args: argparse.Namespace) -> QuantizeConfig:
         target_kl=args.target_kl,
         device=args.device,
         calibration_dtype=args.calibration_dtype,
-        format=get_format(args.format).name,
+        format=normalized_formats(args.format),
         max_shard_size=args.max_shard_size,
         overwrite=args.overwrite,
         trust_remote_code=args.trust_remote_code,
@@ -173,7 +180,8 @@ def run_quantize(args: argparse.Namespace) -> int:
     if not args.output_dir:
         raise ConfigError("no target is given: add --output_dir OUT")
     from autoround_fp8.device import resolve_device, reuse_freed_memory
-    from autoround_fp8.pipeline import check_output, export_run, open_model, prepare
+    from autoround_fp8.model_source import open_model
+    from autoround_fp8.pipeline import check_output, export_run, prepare
 
     config = config_from_args(args)
     resolve_device(config.device)
@@ -186,9 +194,9 @@ def run_quantize(args: argparse.Namespace) -> int:
     summary = export_run(run, args.output_dir, show)
     totals = summary.report["totals"]
     print(
-        f"{summary.folder}: {totals['source_bytes'] / 1e6:.1f} MB -> {totals['export_bytes'] / 1e6:.1f} MB in "
-        f"{totals['seconds']:.1f} s, mean weight SQNR {totals['mean_weight_sqnr_db']:.1f} dB, peak memory "
-        f"{totals['peak_memory_bytes'] / 1e6:.0f} MB"
+        f"{', '.join(str(folder) for folder in summary.folders.values())}: {totals['source_bytes'] / 1e6:.1f} MB -> "
+        f"{totals['export_bytes'] / 1e6:.1f} MB in {totals['seconds']:.1f} s, mean weight SQNR "
+        f"{totals['mean_weight_sqnr_db']:.1f} dB, peak memory {totals['peak_memory_bytes'] / 1e6:.0f} MB"
     )
     if tasks is not None:
         from autoround_fp8.cli.evaluate import evaluate_folder

@@ -1,4 +1,4 @@
-"""`WeightFP8ActFP8StaticQuantLinear`: a linear layer with FP8 weights and static FP8 inputs.
+"""`WeightFP8ActFP8StaticQuantLinear`: a linear layer with FP8 weights and FP8 inputs, static or dynamic.
 
 Read `load.py` for how a model gets these, `kernels/` for what computes them.
 """
@@ -25,7 +25,8 @@ class WeightFP8ActFP8StaticQuantLinear(nn.Module):
     """A linear layer `[..., in] -> [..., out]` that holds its weight as FP8 codes.
 
     Its state has `weight` (float8_e4m3fn `[out, in]`), `weight_scale` (float32 `[out, 1]` or `[1]`), `input_scale`
-    (float32 `[1]`) and, if any, `bias` (`[out]`). Codes and scales keep their dtypes whatever the module is cast to.
+    (float32 `[1]`; None in a layer with dynamic inputs, whose tokens get their scales on the fly) and, if any, `bias`
+    (`[out]`). Codes and scales keep their dtypes whatever the module is cast to.
     Tensors start on the meta device; a layer whose tensors were not loaded refuses to run.
 
     Args:
@@ -39,7 +40,7 @@ class WeightFP8ActFP8StaticQuantLinear(nn.Module):
         dtype: dtype of the bias.
 
     Raises:
-        ConfigError: If the scheme is not static W8A8 FP8.
+        ConfigError: If the scheme is not W8A8 FP8.
     """
 
     def __init__(
@@ -67,9 +68,9 @@ class WeightFP8ActFP8StaticQuantLinear(nn.Module):
         # NaN until loaded, so that a layer which nobody filled is noticed off the meta device too.
         self.weight = _frozen(torch.full((out_features, in_features), math.nan, device=device).to(FP8_DTYPE))
         self.weight_scale = _frozen(torch.full(scale_shape, math.nan, device=device))
-        self.input_scale = _frozen(torch.full((1,), math.nan, device=device))
+        self.input_scale = None if self.scheme.act_dynamic else _frozen(torch.full((1,), math.nan, device=device))
         self.bias = _frozen(torch.full((out_features,), math.nan, device=device, dtype=dtype)) if bias else None
-        self._checked: tuple[torch.Tensor, torch.Tensor, int, int, int, int] | None = None
+        self._checked: tuple[torch.Tensor, torch.Tensor | None, int, int, int, int] | None = None
 
     @classmethod
     def from_quantized_linear(
@@ -104,7 +105,9 @@ class WeightFP8ActFP8StaticQuantLinear(nn.Module):
         )
         module.weight = _frozen(layer.weight.to(device))
         module.weight_scale = _frozen(layer.weight_scale.float().to(device))
-        module.input_scale = _frozen(layer.input_scale.float().to(device))
+        assert (layer.input_scale is None) == scheme.act_dynamic, layer.fqn
+        if layer.input_scale is not None:
+            module.input_scale = _frozen(layer.input_scale.float().to(device))
         if layer.bias is not None:
             module.bias = _frozen(layer.bias.to(device=device, dtype=dtype))
         return module
@@ -132,10 +135,11 @@ class WeightFP8ActFP8StaticQuantLinear(nn.Module):
         scales = "per channel" if self.scheme.group_size == PER_CHANNEL else "per tensor"
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"weight scales {scales}, kernel={self.kernel.name}"
+            f"weight scales {scales}, inputs {'dynamic' if self.scheme.act_dynamic else 'static'}, "
+            f"kernel={self.kernel.name}"
         )
 
-    def _fingerprint(self) -> tuple[torch.Tensor, torch.Tensor, int, int, int, int]:
+    def _fingerprint(self) -> tuple[torch.Tensor, torch.Tensor | None, int, int, int, int]:
         # The scales themselves, not their ids, which are used again after a tensor died; a weight is too large to keep.
         weight, weight_scale, input_scale = self.weight, self.weight_scale, self.input_scale
         return (
@@ -162,9 +166,9 @@ class WeightFP8ActFP8StaticQuantLinear(nn.Module):
         }
         for leaf, accepted in shapes.items():
             tensor = getattr(self, leaf)
-            if tensor is None:
+            if tensor is None and (leaf == "bias" or self.scheme.act_dynamic):
                 continue
-            if tensor.is_meta:
+            if tensor is None or tensor.is_meta:
                 raise CheckpointError(f"'{self.name}.{leaf}' was never loaded, so the layer cannot run")
             if tuple(tensor.shape) not in accepted:
                 raise CheckpointError(
@@ -176,7 +180,7 @@ class WeightFP8ActFP8StaticQuantLinear(nn.Module):
                 raise CheckpointError(f"dtype of '{self.name}.{leaf}' ({tensor.dtype}) must be {expected}")
         for leaf in ("weight_scale", "input_scale"):
             scale = getattr(self, leaf)
-            if not bool((torch.isfinite(scale) & (scale > 0)).all()):
+            if scale is not None and not bool((torch.isfinite(scale) & (scale > 0)).all()):
                 raise CheckpointError(f"'{self.name}.{leaf}' holds a scale that is NaN, infinite, zero or negative")
         if has_nan_codes(self.weight):
             raise CheckpointError(f"'{self.name}.weight' holds NaN codes: it was never loaded, or the file is damaged")
@@ -200,9 +204,9 @@ def has_nan_codes(codes: torch.Tensor) -> bool:
     return magnitudes.numel() > 0 and int(magnitudes.max()) == 0x7F
 
 
-def _version(tensor: torch.Tensor) -> int:
+def _version(tensor: torch.Tensor | None) -> int:
     # A tensor made in inference mode counts no writes.
-    return -1 if tensor.is_inference() else tensor._version
+    return -1 if tensor is None or tensor.is_inference() else tensor._version
 
 
 def _frozen(tensor: torch.Tensor) -> nn.Parameter:

@@ -48,7 +48,7 @@ def load_quantized_model(
     kernel: str = "auto",
     trust_remote_code: bool = False,
 ) -> Any:
-    """Loads a static FP8 checkpoint as a transformers model whose quantised Linears hold FP8 codes.
+    """Loads an FP8 checkpoint as a transformers model whose quantised Linears hold FP8 codes.
 
     Args:
         path: Checkpoint folder.

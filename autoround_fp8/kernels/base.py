@@ -44,7 +44,7 @@ class Kernel(Protocol):
         x: torch.Tensor,
         weight: torch.Tensor,
         weight_scale: torch.Tensor,
-        input_scale: torch.Tensor,
+        input_scale: torch.Tensor | None,
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
         """Computes the layer; shapes as of `reference_linear`."""

@@ -14,7 +14,7 @@ import torch
 
 from autoround_fp8.device import has_fast_bfloat16
 from autoround_fp8.kernels.base import LinearProblem
-from autoround_fp8.numerics.fp8 import FP8_MAX
+from autoround_fp8.numerics.fp8 import FP8_MAX, token_scale
 
 logger = logging.getLogger(__name__)
 
@@ -158,7 +158,7 @@ class CpuKernel:
         x: torch.Tensor,
         weight: torch.Tensor,
         weight_scale: torch.Tensor,
-        input_scale: torch.Tensor,
+        input_scale: torch.Tensor | None,
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
         """Computes the layer without autograd; shapes as of `reference_linear`.
@@ -175,12 +175,20 @@ class CpuKernel:
             self._loops = choose_loops(self._use_numba)
         tokens = x.detach().reshape(-1, in_features)
         codes = weight.detach().contiguous().view(torch.int8)
+        if input_scale is None:
+            # Divided here, so that the loops round to steps of one scale, 1.
+            scale, rounding_scale = token_scale(tokens), torch.ones(1)
+            tokens = tokens.float() / scale
+        else:
+            scale = rounding_scale = input_scale
         if tokens.shape[0] <= self._loops.max_fused_tokens:
-            y = self._loops.product(self._loops.round_to_fp8_values(tokens, input_scale, torch.float32), codes)
+            y = self._loops.product(self._loops.round_to_fp8_values(tokens, rounding_scale, torch.float32), codes)
         else:
             dtype = self._product_dtype or _product_dtype(x)
-            y = _slab_product(self._loops, self._loops.round_to_fp8_values(tokens, input_scale, dtype), codes).float()
-        y *= (input_scale * weight_scale.reshape(-1)).detach()
+            y = _slab_product(
+                self._loops, self._loops.round_to_fp8_values(tokens, rounding_scale, dtype), codes
+            ).float()
+        y *= (scale * weight_scale.reshape(-1)).detach()
         if bias is not None:
             y += bias.detach()
         return y.to(x.dtype).reshape(*x.shape[:-1], out_features)

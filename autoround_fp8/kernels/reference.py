@@ -1,4 +1,4 @@
-"""The float32 oracle: how a static W8A8-FP8 linear is defined. Shared by the compressor's simulation and inference."""
+"""The float32 oracle: how a W8A8-FP8 linear is defined. Shared by the compressor's simulation and inference."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from autoround_fp8.kernels.base import LinearProblem
-from autoround_fp8.numerics.fp8 import decode_fp8, quantize_fp8
+from autoround_fp8.numerics.fp8 import decode_fp8, quantize_fp8, token_scale
 from autoround_fp8.records import QuantizedLinear
 
 
@@ -16,7 +16,7 @@ def reference_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
     weight_scale: torch.Tensor,
-    input_scale: torch.Tensor,
+    input_scale: torch.Tensor | None,
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
     """Quantises the input to FP8, multiplies codes with codes in float32, rescales, adds the bias.
@@ -25,14 +25,15 @@ def reference_linear(
         x: `[..., in]`, any float dtype.
         weight: FP8 codes `[out, in]`.
         weight_scale: Float32 `[out, 1]` or `[1]`.
-        input_scale: Float32 `[1]`.
+        input_scale: Float32 `[1]`; None = each token gets its own, see `token_scale`.
         bias: `[out]` or None.
 
     Returns:
         `[..., out]` in x's dtype.
     """
-    y = F.linear(decode_fp8(quantize_fp8(x, input_scale)), decode_fp8(weight))
-    y = y * (input_scale * weight_scale.reshape(-1))
+    scale = token_scale(x) if input_scale is None else input_scale
+    y = F.linear(decode_fp8(quantize_fp8(x, scale)), decode_fp8(weight))
+    y = y * (scale * weight_scale.reshape(-1))
     if bias is not None:
         y = y + bias.float()
     return y.to(x.dtype)
@@ -46,7 +47,7 @@ def simulated_forward(
         (
             layer.weight.to(device),
             layer.weight_scale.to(device),
-            layer.input_scale.to(device),
+            None if layer.input_scale is None else layer.input_scale.to(device),
             None if layer.bias is None else layer.bias.to(device),
         )
         for layer in layers
@@ -70,7 +71,7 @@ class ReferenceKernel:
         x: torch.Tensor,
         weight: torch.Tensor,
         weight_scale: torch.Tensor,
-        input_scale: torch.Tensor,
+        input_scale: torch.Tensor | None,
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
         """`reference_linear`."""

@@ -14,6 +14,8 @@ FP8_DTYPE = torch.float8_e4m3fn
 FP8_MAX = 448.0
 # The smallest normal float32 (and bfloat16): a smaller scale would be flushed to zero by some consumers.
 SMALLEST_SCALE = 2.0**-126
+# vLLM's floor of the scales that it makes on the fly.
+SMALLEST_TOKEN_SCALE = 1.0 / (FP8_MAX * 512.0)
 
 
 def round_up_to_bfloat16(x: torch.Tensor) -> torch.Tensor:
@@ -49,6 +51,18 @@ def amax_to_scale(amax: torch.Tensor) -> torch.Tensor:
     if not bool(torch.isfinite(amax).all()) or bool((amax < 0).any()):
         raise ValueError(f"amax must be finite and not negative, got {amax.flatten()[:4].tolist()} ...")
     return round_up_to_bfloat16((amax / FP8_MAX).clamp_min(SMALLEST_SCALE))
+
+
+def token_scale(x: torch.Tensor) -> torch.Tensor:
+    """The scale of each token of a layer's input, made on the fly as vLLM does: its largest absolute value / 448.
+
+    Args:
+        x: `[..., in]`, any float dtype.
+
+    Returns:
+        Float32 `[..., 1]`, at least 1 / (448 * 512).
+    """
+    return (x.abs().amax(dim=-1, keepdim=True).float() / FP8_MAX).clamp_min_(SMALLEST_TOKEN_SCALE)
 
 
 def quantize_fp8(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """Which elements of a tensor share one scale, and what shape the scales then have.
 
-`group_size` follows AutoRound: -1 means one scale per output channel, 0 means one scale for the tensor.
+`group_size` follows AutoRound: -1 means one scale per output channel (of inputs: per token), 0 means one scale for the
+tensor.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import torch
 
 PER_CHANNEL = -1
 PER_TENSOR = 0
+PER_TOKEN = -1
 
 
 def weight_amax(weight: torch.Tensor, group_size: int) -> torch.Tensor:

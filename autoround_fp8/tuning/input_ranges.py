@@ -8,6 +8,7 @@ from autoround_fp8.errors import NumericsError
 from autoround_fp8.nn.observers import InputRange
 
 OBSERVED = "observed"
+DYNAMIC = "made on the fly"
 GROUP = "fused group"
 SHARED = "shared by experts"
 UNSEEN = "unseen expert: largest of the layer"

@@ -114,11 +114,13 @@ class _Tuning:
         self._factors: dict[str, torch.Tensor] = {}
         self._input_factors: dict[str, torch.Tensor] = {}
         self._floors: dict[str, float] = {}
+        self._input_scales: dict[str, torch.Tensor] = {}
         for t, _, scale in starts:
+            assert t.start.input_scale is not None, "dynamic inputs are refused before any work"
+            self._input_scales[t.input_group] = t.start.input_scale.to(device)
             self._factors.setdefault(t.scale_group, torch.ones_like(scale))
             self._input_factors.setdefault(t.input_group, torch.ones(1, device=device))
             self._floors[t.input_group] = 1.0 / t.headroom
-        self._input_scales = {t.input_group: t.start.input_scale.to(device) for t in layers}
 
     def layers(self) -> tuple[QuantizedLinear, ...]:
         """The layers as they are now; tensors on the CPU."""

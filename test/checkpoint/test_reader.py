@@ -187,6 +187,25 @@ def test_broken_index(tmp_path: Path, text: str):
         CheckpointReader(tmp_path)
 
 
+def test_faults_are_listed_and_the_rest_is_read(tmp_path: Path):
+    save_file({"a": torch.zeros(2)}, tmp_path / "1.safetensors")
+    save_file({"a": torch.ones(2)}, tmp_path / "2.safetensors")
+    (tmp_path / "3.safetensors").write_bytes(b"cut")
+    where = {"a": "1", "x": "2", "y": "3", "z": "4"}
+    write_index(tmp_path, {name: f"{file}.safetensors" for name, file in where.items()})
+    faults: list[str] = []
+    assert CheckpointReader(tmp_path, faults).read("a").tolist() == [0.0, 0.0]
+    expected = ("'a' is in two files", "3.safetensors is not a safetensors file", "shard '4.safetensors'", "tensor 'x'")
+    assert len(faults) == len(expected)
+    assert all(text in fault for text, fault in zip(expected, faults, strict=True))
+
+
+def test_nothing_left_to_read_is_raised_also_with_a_list_of_faults(tmp_path: Path):
+    write_index(tmp_path, {"a": "1.safetensors"})
+    with pytest.raises(CheckpointError, match=r"holds no tensors: shard '1\.safetensors'"):
+        CheckpointReader(tmp_path, [])
+
+
 def test_pickle_only_gives_a_way_out_and_is_not_opened(tmp_path: Path):
     (tmp_path / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'false'\ntR.")
     with pytest.raises(CheckpointError, match=r"pytorch_model\.bin.*save_pretrained"):

@@ -454,3 +454,48 @@ def test_another_process_is_refused_until_this_one_is_killed(tmp_path: Path):
     assert snapshot(out) == before
     export(out)
     assert set(snapshot(out)) == {"config.json", "model.safetensors", "quantization_report.json"}
+
+
+@pytest.mark.parametrize("limit", [10**9, 60])
+@pytest.mark.parametrize("links", [True, False])
+def test_a_twin_takes_the_weights_of_the_other(
+    tmp_path: Path, limit: int, links: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not links:
+
+        def refuse(*_args: Any) -> None:
+            raise OSError(errno.EPERM, "no hard links here")
+
+        monkeypatch.setattr(os, "link", refuse)
+    tensors = some_tensors()
+    layout = plan(tensors, limit)
+    first = CheckpointWriter(tmp_path / "a", layout, {})
+    twin = CheckpointWriter(tmp_path / "b", layout, {"x.txt": b"x"}, twin=first)
+    assert (first.is_twin, twin.is_twin) == (False, True)
+    for name, tensor in tensors.items():
+        first.write(name, tensor)
+    first.finish({"label": 1}, {})
+    twin.finish({"label": 2}, {})
+    weights = sorted(p.name for p in (tmp_path / "a").glob("*.safetensors"))
+    assert (len(weights) > 1) == (limit == 60)
+    for name in weights:
+        one, other = tmp_path / "a" / name, tmp_path / "b" / name
+        assert one.read_bytes() == other.read_bytes()
+        assert one.samefile(other) == links
+    assert json.loads((tmp_path / "b" / "config.json").read_text()) == {"label": 2}
+    assert json.loads((tmp_path / "a" / "config.json").read_text()) == {"label": 1}
+    reader = CheckpointReader(tmp_path / "b")
+    assert all(same_bits(reader.read(name), tensor) for name, tensor in tensors.items())
+    # Replacing one leaves the other alone.
+    export(tmp_path / "a", limit, overwrite=True, seed=5)
+    assert same_bits(CheckpointReader(tmp_path / "b").read("norm"), tensors["norm"])
+
+
+def test_a_twin_that_is_given_up_leaves_the_other(tmp_path: Path) -> None:
+    layout = plan(some_tensors())
+    first = CheckpointWriter(tmp_path / "out" / "a", layout, {})
+    twin = CheckpointWriter(tmp_path / "out" / "b", layout, {}, twin=first)
+    twin.abort()
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["a"]
+    first.abort()
+    assert list(tmp_path.iterdir()) == []

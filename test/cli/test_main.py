@@ -5,14 +5,12 @@ from __future__ import annotations
 import argparse
 import errno
 import io
-import logging
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ import pytest
 from tiny_models import save_tiny_model
 
 from autoround_fp8.checkpoint.writer import STAGING_DIR
-from autoround_fp8.cli import evaluate, main, quantize
+from autoround_fp8.cli import evaluate, inspect, main, quantize
 from autoround_fp8.errors import CheckpointError, ConfigError
 from autoround_fp8.version import __version__
 
@@ -33,17 +31,6 @@ def default_signals() -> Iterator[None]:
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
-
-
-@pytest.fixture(autouse=True)
-def unchanged_logging() -> Iterator[None]:
-    loggers = logging.getLogger("autoround_fp8"), logging.getLogger("transformers")
-    before = [(list(logger.handlers), logger.level, logger.propagate) for logger in loggers]
-    with warnings.catch_warnings():
-        yield
-    for logger, (handlers, level, propagate) in zip(loggers, before, strict=True):
-        logger.handlers[:], logger.propagate = handlers, propagate
-        logger.setLevel(level)
 
 
 def exit_of(*words: str) -> int:
@@ -151,7 +138,17 @@ COMPARE_OPTIONS = """
 
 
 @pytest.mark.parametrize(
-    ("command", "options"), [("quantize", QUANTIZE_OPTIONS), ("eval", EVAL_OPTIONS), ("compare", COMPARE_OPTIONS)]
+    ("command", "options"),
+    [
+        ("quantize", QUANTIZE_OPTIONS),
+        ("eval", EVAL_OPTIONS),
+        ("compare", COMPARE_OPTIONS),
+        ("inspect", "-h --help --json --debug"),
+        (
+            "convert",
+            "-h --help --format --formats --output_dir --max_shard_size --overwrite --trust_remote_code --debug",
+        ),
+    ],
 )
 def test_options_are_a_promise(command: str, options: str) -> None:
     # Scripts of users depend on these names: add to the list, but take nothing away.
@@ -196,8 +193,9 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[argparse.Namespace]:
         calls.append(args)
         return 0
 
-    for module, name in ((quantize, "run_quantize"), (evaluate, "run_eval"), (evaluate, "run_compare")):
-        monkeypatch.setattr(module, name, run)
+    commands = (quantize.run_quantize, evaluate.run_eval, evaluate.run_compare, inspect.run_inspect)
+    for command in commands:
+        monkeypatch.setattr(f"{command.__module__}.{command.__name__}", run)
     return calls
 
 
@@ -211,7 +209,8 @@ def test_quantize_is_the_command_if_none_is_given(seen: list[argparse.Namespace]
 def test_other_commands_are_found(seen: list[argparse.Namespace]) -> None:
     main.main(["eval", "m", "--tasks", "piqa"])
     main.main(["compare", "a", "b"])
-    assert [args.command for args in seen] == ["eval", "compare"]
+    main.main(["inspect", "a"])
+    assert [args.command for args in seen] == ["eval", "compare", "inspect"]
 
 
 def test_recipes_set_defaults_that_the_user_can_override(

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +12,12 @@ import pytest
 import torch
 from tiny_models import save_tiny_model
 
-from autoround_fp8 import load_quantized_model, pipeline
+from autoround_fp8 import load_quantized_model, model_source
 from autoround_fp8.cli.main import build_parser, main
 from autoround_fp8.cli.quantize import config_from_args, progress
 from autoround_fp8.config import QuantizeConfig
 from autoround_fp8.errors import ConfigError
 from autoround_fp8.records import BlockReport, LayerReport
-
-
-@pytest.fixture(autouse=True)
-def unchanged_logging() -> Iterator[None]:
-    loggers = logging.getLogger("autoround_fp8"), logging.getLogger("transformers")
-    before = [(list(logger.handlers), logger.level, logger.propagate) for logger in loggers]
-    with warnings.catch_warnings():
-        yield
-    for logger, (handlers, level, propagate) in zip(loggers, before, strict=True):
-        logger.handlers[:], logger.propagate = handlers, propagate
-        logger.setLevel(level)
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +47,7 @@ ODD_VALUES: list[tuple[list[str], str, Any]] = [
     (["--device_map", "cpu"], "device", "cpu"),
     (["--trust_remote_code"], "trust_remote_code", True),
     (["--format", "auto_round"], "format", "fp8_static"),
+    (["--format", "fp8, compressed-tensors"], "format", "fp8,llm_compressor"),
     (["--max_shard_size", "1MB"], "max_shard_size", "1MB"),
     (["--overwrite"], "overwrite", True),
     (["--ignore_layers", "o_proj, down_proj"], "ignore_layers", ("o_proj", "down_proj")),
@@ -80,6 +68,9 @@ def test_every_option_reaches_the_config(words: list[str], name: str, value: Any
 def test_schemes_reach_the_config() -> None:
     assert config_from_args(parse("--scheme", "'fp8_static_tensor'")).scheme.group_size == 0
     assert config_from_args(parse("--group_size", "0")).scheme.group_size == 0
+    assert config_from_args(parse("--scheme", "FP8_DYNAMIC")).scheme.act_dynamic
+    assert config_from_args(parse("--format", "fp8")).scheme.group_size == 0
+    assert config_from_args(parse("--format", "fp8", "--scheme", "FP8_STATIC")).scheme.group_size == -1
     config = config_from_args(parse("--layer_config", '{"down_proj": "FP8_STATIC_TENSOR"}'))
     assert config.layer_config["down_proj"].group_size == 0
 
@@ -92,6 +83,7 @@ def test_schemes_reach_the_config() -> None:
         (["--act_bits", "16"], r"act_bits \(16\)"),
         (["--data_type", "int"], "data_type"),
         (["--scheme", "W4A16"], "W4A16"),
+        (["--scheme", "FP8_DYNAMIC", "--disable_act_dynamic"], "--disable_act_dynamic contradicts"),
         (["--iters", "-1"], "iters"),
         (["--algorithm", "awq"], "awq"),
         (["--nsamples", "0"], "nsamples"),
@@ -171,7 +163,7 @@ def test_unknown_tasks_are_found_before_the_work(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("lm_eval")
-    monkeypatch.setattr(pipeline, "open_model", None)
+    monkeypatch.setattr(model_source, "open_model", None)
     code = main([model, "--output_dir", str(tmp_path / "out"), "--tasks", "no_such_task_at_all"])
     assert code != 0
     assert "no_such_task_at_all" in capsys.readouterr().err
@@ -204,3 +196,22 @@ def test_progress_names_the_worst_layer(caplog: pytest.LogCaptureFixture, monkey
     assert "1/2 layers.0" in lines[0]
     assert "worst l1 20.0 dB" in lines[0]
     assert "nothing to do" in lines[1]
+
+
+def test_several_formats_from_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path, model: str) -> None:
+    words = [model, "--output_dir", str(tmp_path / "out"), "--device", "cpu", "--nsamples", "2", "--seqlen", "16"]
+    assert main([*words, "--format", "llm_compressor,fp8", "--algorithm", "rtn"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.startswith(f"{tmp_path / 'out' / 'llm_compressor'}, {tmp_path / 'out' / 'fp8'}: ")
+    assert "scheme FP8_STATIC_TENSOR: format fp8 holds one weight scale per matrix" in captured.err
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["fp8", "llm_compressor"]
+    assert main([*words, "--format", "fp8_static", "--scheme", "FP8_DYNAMIC"]) == 2
+    assert "use --format llm_compressor" in capsys.readouterr().err
+
+
+def test_dynamic_inputs_say_what_has_no_effect(capsys: pytest.CaptureFixture[str], tmp_path: Path, model: str) -> None:
+    words = [model, "--output_dir", str(tmp_path / "out"), "--device", "cpu", "--format", "llm_compressor"]
+    assert main([*words, "--scheme", "FP8_DYNAMIC", "--dataset", "no/such/file.txt"]) == 0
+    told = capsys.readouterr().err
+    assert "dataset has no effect: dynamic inputs need no calibration data" in told
+    assert "algorithm mse, not gptq, which needs calibration data" in told

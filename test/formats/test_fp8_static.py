@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from autoround_fp8.errors import CheckpointError, ConfigError
+from autoround_fp8.formats.base import SchemeTable
 from autoround_fp8.formats.fp8_static import Fp8StaticFormat
 from autoround_fp8.records import QuantizedLinear
 from autoround_fp8.schemes import UNQUANTIZED, QuantizationScheme
 
 FORMAT = Fp8StaticFormat()
+FP8 = torch.float8_e4m3fn
 CHANNEL, TENSOR = QuantizationScheme(group_size=-1), QuantizationScheme(group_size=0)
 SCHEMES = [CHANNEL, TENSOR]
 FQN = "model.layers.3.mlp.up_proj"
@@ -55,7 +57,14 @@ def linear(scheme: QuantizationScheme, out: int = 3) -> QuantizedLinear:
 
 
 def with_part(scheme: QuantizationScheme, part: str, tensor: torch.Tensor) -> QuantizedLinear:
-    return FORMAT.decode(FQN, scheme, {**FORMAT.encode(linear(scheme)), f"{FQN}.{part}": tensor})
+    return FORMAT.decode(FQN, scheme, {**FORMAT.encode(linear(scheme), FP8), f"{FQN}.{part}": tensor})
+
+
+def block_of(
+    default: QuantizationScheme, schemes: dict[str, QuantizationScheme], prefixes: list[str]
+) -> dict[str, Any]:
+    table = SchemeTable(default=default, schemes=schemes, also_kept=("lm_head",), block_prefixes=tuple(prefixes))
+    return FORMAT.quantization_config(table)
 
 
 def parse(block: dict[str, Any]) -> Any:
@@ -67,7 +76,7 @@ def parse(block: dict[str, Any]) -> Any:
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_decode_is_the_inverse_of_encode_bit_for_bit(scheme: QuantizationScheme):
     before = linear(scheme)
-    after = FORMAT.decode(FQN, scheme, FORMAT.encode(before))
+    after = FORMAT.decode(FQN, scheme, FORMAT.encode(before, FP8))
     assert after.fqn == before.fqn
     assert torch.equal(after.weight.view(torch.uint8), before.weight.view(torch.uint8))
     for name in ("weight_scale", "input_scale"):
@@ -78,7 +87,7 @@ def test_decode_is_the_inverse_of_encode_bit_for_bit(scheme: QuantizationScheme)
 
 @pytest.mark.parametrize(("scheme", "scale_shape"), [(CHANNEL, (3,)), (TENSOR, (1,))])
 def test_only_the_three_tensors_are_written_in_intels_shapes(scheme: QuantizationScheme, scale_shape: tuple[int, ...]):
-    tensors = FORMAT.encode(linear(scheme))
+    tensors = FORMAT.encode(linear(scheme), FP8)
     found = {name.removeprefix(FQN + "."): (t.dtype, tuple(t.shape)) for name, t in tensors.items()}
     assert found == {
         "weight": (torch.float8_e4m3fn, (3, 4)),
@@ -92,8 +101,8 @@ def test_only_the_three_tensors_are_written_in_intels_shapes(scheme: Quantizatio
 def test_planned_tensors_are_what_encode_makes(scheme: QuantizationScheme, out: int):
     from autoround_fp8.checkpoint.reader import DTYPE_NAMES
 
-    planned = {p.name: (p.dtype, p.shape, p.source) for p in FORMAT.planned_tensors(FQN, (out, 4), scheme)}
-    encoded = FORMAT.encode(linear(scheme, out)).items()
+    planned = {p.name: (p.dtype, p.shape, p.source) for p in FORMAT.planned_tensors(FQN, (out, 4), scheme, "BF16")}
+    encoded = FORMAT.encode(linear(scheme, out), FP8).items()
     assert planned == {name: (DTYPE_NAMES[t.dtype], tuple(t.shape), None) for name, t in encoded}
 
 
@@ -153,7 +162,7 @@ def test_weight_that_is_not_e4m3_is_refused(dtype: torch.dtype):
 
 @pytest.mark.parametrize("part", ["weight", "weight_scale", "input_scale"])
 def test_missing_tensor_is_named(part: str):
-    tensors = FORMAT.encode(linear(CHANNEL))
+    tensors = FORMAT.encode(linear(CHANNEL), FP8)
     del tensors[f"{FQN}.{part}"]
     with pytest.raises(CheckpointError, match=rf"up_proj\.{part}' is missing"):
         FORMAT.decode(FQN, CHANNEL, tensors)
@@ -164,9 +173,8 @@ def test_missing_tensor_is_named(part: str):
 def test_parse_of_our_block_resolves_every_layer(default: QuantizationScheme, prefixes: list[str]):
     first = prefixes[0]
     exceptions = {f"{first}.{i}.mlp.up_proj": s for i, s in enumerate([CHANNEL, TENSOR, UNQUANTIZED])}
-    parsed = parse(FORMAT.quantization_config(default, exceptions, prefixes))
+    parsed = parse(block_of(default, exceptions, prefixes))
     assert parsed.format == "fp8_static"
-    assert parsed.block_prefixes == tuple(prefixes)
     for fqn, scheme in exceptions.items():
         assert parsed.resolve(fqn) == scheme
     for prefix in prefixes:
@@ -177,19 +185,19 @@ def test_parse_of_our_block_resolves_every_layer(default: QuantizationScheme, pr
 
 def test_our_block_field_for_field():
     exceptions = {"model.layers.0.mlp.gate": UNQUANTIZED, "model.layers.0.mlp.up_proj": TENSOR}
-    block = FORMAT.quantization_config(CHANNEL, exceptions, ["model.layers"])
+    block = block_of(CHANNEL, exceptions, ["model.layers"])
     ours = {k: v for k, v in INTEL_BLOCK.items() if k not in ("autoround_version", "iters", "extra_config")}
     assert {k: block[k] for k in ours} == ours
     assert block["extra_config"] == {
         "model.layers.0.mlp.gate": {"act_bits": 16, "act_data_type": "float", "bits": 16, "data_type": "float"},
         "model.layers.0.mlp.up_proj": {"group_size": 0},
     }
-    assert "extra_config" not in FORMAT.quantization_config(CHANNEL, {}, ["model.layers"])
+    assert "extra_config" not in block_of(CHANNEL, {}, ["model.layers"])
 
 
 def test_intels_block_with_a_regular_expression():
     parsed = parse(INTEL_BLOCK)
-    assert parsed.scheme == CHANNEL
+    assert parsed.resolve("model.layers.0.mlp.up_proj") == CHANNEL
     assert parsed.resolve("model.layers.0.mlp.gate") == UNQUANTIZED
     assert parsed.resolve("model.layers.0.mlp.gate_proj") == CHANNEL
     assert parsed.resolve("model.layers.1.self_attn.k_proj") == TENSOR
@@ -216,7 +224,7 @@ def test_block_prefixes_in_every_written_form(prefixes: Any):
 def test_missing_and_null_fields_take_the_defaults():
     names = ("quant_method", "packing_format", "bits")
     minimal = {name: INTEL_BLOCK[name] for name in names} | {"extra_config": None, "act_dynamic": None}
-    assert parse(minimal).scheme == CHANNEL
+    assert parse(minimal).resolve("model.layers.0.q_proj") == CHANNEL
 
 
 @pytest.mark.parametrize(
@@ -245,5 +253,7 @@ def test_blocks_of_other_formats_are_not_ours(block: dict[str, Any]):
 
 def test_validate_names_the_layer():
     FORMAT.validate({"a": CHANNEL, "b": TENSOR})
+    with pytest.raises(ConfigError, match=r"'fp8_static' holds static input scales only, but the inputs of 'b'"):
+        FORMAT.validate({"a": CHANNEL, "b": QuantizationScheme(act_group_size=-1, act_dynamic=True)})
     with pytest.raises(ConfigError, match=r"group_size \(128\) of layer 'b'"):
         FORMAT.validate({"a": CHANNEL, "b": QuantizationScheme(group_size=128)})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import io
 import math
 from typing import Any
@@ -277,3 +278,29 @@ def test_a_model_copy_shares_its_kernel_and_runs(num_tokens: int) -> None:
     torch.save(layer, file)
     file.seek(0)
     assert torch.equal(torch.load(file, weights_only=False)(inputs(num_tokens)), expected)
+
+
+DYNAMIC = parse_scheme("FP8_DYNAMIC")
+
+
+def test_dynamic_inputs_have_no_stored_scale() -> None:
+    layer = dataclasses.replace(quantized(), input_scale=None)
+    found = module(layer, scheme=DYNAMIC)
+    assert set(found.state_dict()) == {"weight", "weight_scale", "bias"}
+    assert "inputs dynamic" in str(found)
+    x = inputs(2, 3) * 1e4
+    assert torch.equal(found(x), reference_linear(x, layer.weight, layer.weight_scale, None, layer.bias))
+    assert torch.equal(copy.deepcopy(found).half().float()(x), found(x))
+
+
+def test_a_dynamic_layer_that_was_never_loaded_refuses_to_run() -> None:
+    empty = WeightFP8ActFP8StaticQuantLinear(10, 6, scheme=DYNAMIC, name="a.b")
+    with pytest.raises(CheckpointError, match=r"'a\.b\.weight' was never loaded"):
+        empty(inputs(2))
+
+
+def test_a_static_layer_does_not_become_dynamic_by_losing_its_scale() -> None:
+    layer = module()
+    layer.input_scale = None
+    with pytest.raises(CheckpointError, match=r"'a\.b\.input_scale' was never loaded"):
+        layer(inputs(2))

@@ -27,7 +27,8 @@ from autoround_fp8.config import QuantizeConfig
 from autoround_fp8.errors import CheckpointError, NumericsError, UnsupportedModelError
 from autoround_fp8.export import MemorySink
 from autoround_fp8.inference.load import load_model, load_quantized_model
-from autoround_fp8.pipeline import PreparedRun, compress, export_run, open_model, prepare
+from autoround_fp8.model_source import open_model
+from autoround_fp8.pipeline import PreparedRun, compress, export_run, prepare
 from autoround_fp8.schemes import matches_layer
 from autoround_fp8.tuning.input_ranges import UNSEEN
 

@@ -183,3 +183,20 @@ def test_only_a_cpu_is_accepted() -> None:
     assert reason is not None
     assert "cuda:0" in reason
     assert isinstance(has_fast_bfloat16(torch.device("cpu")), bool)
+
+
+@pytest.mark.parametrize("use_numba", [False, None])
+@pytest.mark.parametrize("tokens", [1, 3, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dynamic_inputs_match_the_oracle(use_numba: bool | None, tokens: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(tokens)
+    x = (torch.randn(1, tokens, 70) * torch.logspace(-5, 4, tokens)[:, None]).to(dtype)
+    x[0, 0] = 0.0  # a token of zeros has a scale, too
+    weight = quantize_fp8(torch.randn(33, 70), torch.tensor([0.01]))
+    scale, bias = torch.rand(33, 1) + 0.1, torch.randn(33).to(dtype)
+    kernel = CpuKernel(use_numba=use_numba, product_dtype=torch.float32)
+    found = kernel.linear(x, weight, scale, None, bias)
+    expected = reference_linear(x, weight, scale, None, bias)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found[0, 0], bias)
+    torch.testing.assert_close(found, expected, rtol=1e-2 if dtype == torch.bfloat16 else 1e-4, atol=1e-4)

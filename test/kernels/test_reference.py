@@ -65,3 +65,16 @@ def test_the_kernel_is_the_function_and_computes_everything() -> None:
             name="a",
         )
         assert ReferenceKernel().unsupported_reason(problem) is None
+
+
+@pytest.mark.parametrize("shape", [(5,), (2, 3)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dynamic_inputs_are_as_if_every_token_came_alone_with_its_own_scale(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    _, weight, scale, bias = tensors(True)
+    x = (torch.randn(*shape, weight.shape[1]) * torch.logspace(-4, 3, shape[-1])[:, None]).to(dtype)
+    found = reference_linear(x, weight, scale, None, bias)
+    for token, y in zip(x.reshape(-1, weight.shape[1]), found.reshape(-1, weight.shape[0]), strict=True):
+        own = (token.abs().max().float() / 448).clamp_min(1 / (448 * 512)).reshape(1)
+        torch.testing.assert_close(y, reference_linear(token[None], weight, scale, own, bias)[0])

@@ -21,6 +21,7 @@ from transformers.integrations.moe import use_experts_implementation
 
 from autoround_fp8.checkpoint.materialize import fill_module, require_filled
 from autoround_fp8.errors import NumericsError, UnsupportedModelError
+from autoround_fp8.model_source import open_model
 from autoround_fp8.models.families import REFUSED_EXPERTS
 from autoround_fp8.models.linear_experts import (
     Expert,
@@ -31,7 +32,6 @@ from autoround_fp8.models.linear_experts import (
     linearized,
 )
 from autoround_fp8.models.skeleton import build_skeleton
-from autoround_fp8.pipeline import open_model
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16]

@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM
 from autoround_fp8.autoround import AutoRound
 from autoround_fp8.checkpoint.reader import InMemorySource
 from autoround_fp8.errors import UnsupportedModelError
+from autoround_fp8.model_source import open_model
 from autoround_fp8.models.loaded_model import loaded_tensors
 from autoround_fp8.models.skeleton import build_model
-from autoround_fp8.pipeline import open_model
 
 ROWS = torch.arange(4, 84).reshape(4, 20)
 

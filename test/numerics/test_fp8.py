@@ -17,6 +17,7 @@ from autoround_fp8.numerics.fp8 import (
     round_to_fp8,
     round_up_to_bfloat16,
     sqnr_db,
+    token_scale,
 )
 from autoround_fp8.numerics.granularity import PER_CHANNEL, weight_amax
 
@@ -196,3 +197,14 @@ def test_four_bits_are_what_fp8_has_but_for_subnormals() -> None:
     normal = x.abs() >= 2.0**-6
     assert torch.equal(round_to_four_bits(x)[normal], round_to_fp8(x)[normal])
     assert float((round_to_four_bits(x) - x)[~normal].abs().max()) < 2.0**-10
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_token_scale_is_its_largest_value_over_448_with_vllms_floor(dtype: torch.dtype):
+    x = torch.tensor([[[448.0, -896.0, 1.0], [0.0, 0.0, 0.0]], [[1e-3, 0.0, -2e-3], [3.0, 2.0, 1.0]]]).to(dtype)
+    scale = token_scale(x)
+    assert scale.shape == (2, 2, 1)
+    assert scale.dtype == torch.float32
+    floor = torch.tensor(1.0 / (448.0 * 512.0))
+    tiny = torch.maximum(x[1, 0, 2].abs().float() / 448, floor)
+    assert torch.equal(scale.flatten(), torch.stack([torch.tensor(2.0), floor, tiny, torch.tensor(3.0) / 448]))

@@ -1,0 +1,167 @@
+"""Who can load what: the label first, then single facts, each planted in a checkpoint that could be loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from autoround_fp8.inspection.checks import find_all
+from autoround_fp8.inspection.consumers import CONSUMERS, INTEL, RULES, SGLANG, THIS, TRANSFORMERS, VLLM, readings
+from autoround_fp8.inspection.contents import read_contents
+
+Q = "model.layers.0.self_attn.q_proj"
+EXPERT = "model.layers.0.mlp.experts.3."
+
+
+def readings_of(folder: Path) -> dict[str, str]:
+    """Consumer -> "yes", "?", or the reasons."""
+    contents = read_contents(folder)
+    found = readings(contents, find_all(contents))
+    assert tuple(reading.consumer for reading in found) == CONSUMERS
+    return {r.consumer: "; ".join(r.reasons) or ("yes" if r.is_known else "?") for r in found}
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("dense", (True, True, True, True, True)),
+        ("fake", (True, True, True, True, True)),
+        ("fp8_static", (False, None, False, True, True)),
+        ("moe_fp8_static", (False, None, False, True, True)),
+        ("llm_compressor", (True, True, True, False, True)),
+        ("dynamic", (True, True, True, False, True)),
+        ("moe_llm_compressor", (True, True, False, False, True)),
+        ("moe_dynamic", (True, True, False, False, True)),
+        ("fp8", (True, True, False, False, True)),
+        ("moe_fp8", (True, True, False, False, True)),
+        ("block", (True, True, True, None, True)),
+    ],
+)
+def test_who_reads_what_is_written(made: Callable[[str], Path], kind: str, expected: tuple[bool | None, ...]) -> None:
+    words = readings_of(made(kind)).values()
+    assert tuple({"yes": True, "?": None}.get(word, False) for word in words) == expected
+
+
+def per_channel_experts(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
+    for name in list(tensors):
+        if ".experts." in name and name.endswith(".weight_scale"):
+            rows = tensors[name.removesuffix("_scale")].shape[0]
+            tensors[name] = tensors[name].expand(rows).reshape(-1, 1).clone()
+    for group in config["quantization_config"]["config_groups"].values():
+        group["weights"]["strategy"] = "channel"
+
+
+def per_matrix_dynamic(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
+    for name in list(tensors):
+        if name.endswith(".weight_scale"):
+            tensors[name] = tensors[name].max().reshape(1)
+    for group in config["quantization_config"]["config_groups"].values():
+        group["weights"]["strategy"] = "tensor"
+
+
+def shaped(name: str, *shape: int) -> Any:
+    return lambda tensors, _: tensors.update({name: tensors[name].reshape(shape)})
+
+
+def doubled(name: str) -> Any:
+    return lambda tensors, _: tensors.update({name: tensors[name] * 2})
+
+
+def renamed(old: str, new: str) -> Any:
+    def change(tensors: dict[str, torch.Tensor], _config: Any) -> None:
+        for name in [name for name in tensors if f".{old}." in name]:
+            tensors[name.replace(old, new)] = tensors.pop(name)
+
+    return change
+
+
+def another_key(_tensors: Any, config: dict[str, Any]) -> None:
+    config["quantization_config"]["config_groups"]["group_0"]["weights"]["clip"] = 1.0
+
+
+def gpt_oss(_tensors: Any, config: dict[str, Any]) -> None:
+    config["model_type"] = "gpt_oss"
+
+
+def kept_q(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
+    tensors[f"{Q}.weight"] = tensors[f"{Q}.weight"].to(torch.bfloat16)
+    del tensors[f"{Q}.weight_scale"], tensors[f"{Q}.input_scale"]
+    config["quantization_config"]["ignore"].append(Q)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "expected"),
+    [
+        (
+            "moe_llm_compressor",
+            per_channel_experts,
+            {VLLM: "only with one weight scale per matrix", SGLANG: "one weight scale per matrix", THIS: "yes"},
+        ),
+        (
+            "moe_dynamic",
+            per_matrix_dynamic,
+            {VLLM: "only with a weight scale per channel", SGLANG: "per channel", THIS: "yes"},
+        ),
+        (
+            "moe_llm_compressor",
+            doubled(f"{EXPERT}up_proj.input_scale"),
+            {VLLM: "need the same input scale", SGLANG: "yes"},
+        ),
+        ("moe_fp8", doubled(f"{EXPERT}gate_proj.input_scale"), {VLLM: "need the same input scale", THIS: "yes"}),
+        ("moe_fp8", gpt_oss, {VLLM: "no FP8 experts for gpt_oss", SGLANG: "gpt_oss"}),
+        (
+            "llm_compressor",
+            renamed("o_proj", "kv_b_proj"),
+            {VLLM: "kv_b_proj", SGLANG: "kv_b_proj", TRANSFORMERS: "yes"},
+        ),
+        ("llm_compressor", kept_q, {VLLM: "must all be FP8", SGLANG: "must all be FP8", TRANSFORMERS: "yes"}),
+        ("llm_compressor", shaped(f"{Q}.input_scale"), {TRANSFORMERS: "rejects scales of shape []", VLLM: "yes"}),
+        (
+            "llm_compressor",
+            shaped(f"{Q}.input_scale", 1, 1),
+            {TRANSFORMERS: "of shape [1, 1]", VLLM: "of shape [1, 1]", SGLANG: "yes"},
+        ),
+        ("fp8_static", shaped(f"{Q}.weight_scale", 64, 1), {INTEL: "they must be [out]", THIS: "yes"}),
+        ("llm_compressor", another_key, {VLLM: "ValidationError", TRANSFORMERS: "yes"}),
+        (
+            "block",
+            lambda tensors, _: tensors.update({f"{Q}.weight": tensors[f"{Q}.weight"][:40]}),
+            {TRANSFORMERS: "guesses the block size", VLLM: "yes"},
+        ),
+        (
+            "fp8_static",
+            lambda tensors, _: tensors.pop(f"{Q}.weight_scale"),
+            dict.fromkeys(CONSUMERS, "the checkpoint has faults"),
+        ),
+        (
+            "dense",
+            lambda _, config: config.update(quantization_config={"quant_method": "awq"}),
+            {THIS: "quantization it does not read", VLLM: "?", INTEL: "?"},
+        ),
+    ],
+)
+def test_a_fact_stops_those_who_fail_for_it(planted: Any, kind: str, change: Any, expected: dict[str, str]) -> None:
+    found = readings_of(planted(kind, change))
+    for consumer, text in expected.items():
+        assert text in found[consumer], consumer
+        assert (found[consumer] == "yes") == (text == "yes")
+
+
+def test_per_channel_scales_under_a_label_without_them(planted: Any) -> None:
+    def change(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
+        config["quantization_config"] = {
+            "quant_method": "fp8",
+            "activation_scheme": "static",
+            "ignored_layers": ["lm_head"],
+        }
+
+    assert "one weight scale per matrix" in readings_of(planted("llm_compressor", change))[VLLM]
+
+
+def test_rules_name_known_consumers_once_each() -> None:
+    assert all(set(rule.consumers) <= set(CONSUMERS) and rule.reason for rule in RULES)
+    assert len({(rule.fact, rule.labels) for rule in RULES}) == len(RULES)
