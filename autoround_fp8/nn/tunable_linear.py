@@ -34,8 +34,8 @@ class TunableWeight:
         low = start - _INSIDE * torch.where(start > 0, down, up)
         high = start + _INSIDE * torch.where(start < 0, down, up)
         self._base = weight.float() / scale
-        # Error compensation moves codes off the nearest ones. Put at the edge of their cells, all these would go back at
-        # the first step, and put in the middle all would move at one later step: so they are spread over the cell.
+        # Error compensation moves codes off the nearest ones. Put at the edge of their cells, all these would go back
+        # at the first step, and put in the middle all would move at one later step: so they are spread over the cell.
         is_outside = (self._base < low) | (self._base > high)
         spread = torch.rand(start.shape, generator=generator).to(start.device)
         self._base = torch.where(is_outside, low + (high - low) * spread, self._base)

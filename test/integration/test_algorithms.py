@@ -16,7 +16,8 @@ from autoround_fp8.calibration.dataset import make_batches
 from autoround_fp8.config import QuantizeConfig
 from autoround_fp8.export import MemorySink
 from autoround_fp8.inference.load import load_quantized_model
-from autoround_fp8.pipeline import compress, export_run, open_model, prepare
+from autoround_fp8.model_source import open_model
+from autoround_fp8.pipeline import compress, export_run, prepare
 
 ROWS = torch.randint(4, VOCAB_SIZE, (10, 40), generator=torch.Generator().manual_seed(11))
 SETTINGS: dict[str, dict[str, Any]] = {
