@@ -14,8 +14,9 @@ from autoround_fp8.numerics.fp8 import FP8_DTYPE, FP8_MAX, round_to_four_bits
 
 # Columns rounded before their errors are taken to the rest in one product; more of them do not stay in the cache.
 _BLOCK = 32
-# Of the mean of the diagonal: what is added to it, so that the factor exists.
-_DAMPING = 0.003
+# Of the mean of the diagonal: what is added to it. More than the factor needs to exist: with 0.003, KL on SmolLM2 was
+# 6 % higher on held-out text of the calibration's kind and 11 % on news, with 0.1 3 % and 10 %.
+_DAMPING = 0.03
 _MAX_DAMPING = 1.0
 
 
