@@ -33,7 +33,7 @@ MODES = {
     "rtn": "--algorithm rtn",
     "mse": "--algorithm mse",
     "gptq": "--algorithm gptq",
-    "best": "--algorithm gptq --iters 200",
+    "signround": "--algorithm mse --iters 60 --batch_size 4",
 }
 DEFAULT_MODES = ("rtn", "mse", "gptq")
 PEER_TUNING_ARGS = "--iters 200"
