@@ -6,7 +6,6 @@ released; only one block is in memory at a time. `plan.py` decided everything be
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,8 +27,6 @@ from autoround_fp8.nn.observers import AbsMaxObserver
 from autoround_fp8.nn.second_moments import SecondMoments
 from autoround_fp8.plan import QuantizationPlan
 from autoround_fp8.records import BlockReport, LayerReport, QuantizedLinear
-
-logger = logging.getLogger(__name__)
 
 
 class LinearSink(Protocol):

@@ -23,7 +23,6 @@ from autoround_fp8.numerics.fp8 import FP8_MAX
 _I32 = np.int32
 _F32 = np.float32
 _MAX = _F32(FP8_MAX)
-_SIGN = _I32(-0x80000000)
 
 # Least elements per thread: below this, waking a thread costs more than it saves.
 _GRAIN = 1 << 20

@@ -15,6 +15,19 @@ from autoround_fp8.formats.compressed_tensors import CompressedTensorsFormat
 from autoround_fp8.records import QuantizedLinear
 from autoround_fp8.schemes import UNQUANTIZED, QuantizationScheme
 
+STATIC_PER_TENSOR = {
+    "actorder": None,
+    "block_structure": None,
+    "dynamic": False,
+    "group_size": None,
+    "num_bits": 8,
+    "observer": "minmax",
+    "observer_kwargs": {},
+    "strategy": "tensor",
+    "symmetric": True,
+    "type": "float",
+}
+
 FORMAT = CompressedTensorsFormat()
 CHANNEL, TENSOR = QuantizationScheme(), QuantizationScheme(group_size=0)
 DYNAMIC = QuantizationScheme(act_group_size=-1, act_dynamic=True)
@@ -26,32 +39,10 @@ LLM_COMPRESSOR: dict[str, Any] = {
     "config_groups": {
         "group_0": {
             "format": "float-quantized",
-            "input_activations": {
-                "actorder": None,
-                "block_structure": None,
-                "dynamic": False,
-                "group_size": None,
-                "num_bits": 8,
-                "observer": "minmax",
-                "observer_kwargs": {},
-                "strategy": "tensor",
-                "symmetric": True,
-                "type": "float",
-            },
+            "input_activations": STATIC_PER_TENSOR,
             "output_activations": None,
             "targets": ["Linear"],
-            "weights": {
-                "actorder": None,
-                "block_structure": None,
-                "dynamic": False,
-                "group_size": None,
-                "num_bits": 8,
-                "observer": "minmax",
-                "observer_kwargs": {},
-                "strategy": "tensor",
-                "symmetric": True,
-                "type": "float",
-            },
+            "weights": STATIC_PER_TENSOR,
         }
     },
     "format": "float-quantized",
