@@ -52,7 +52,7 @@ class BlockQuantizer:
     Args:
         algorithm: "rtn": scale from the largest weight, nearest codes; "mse": scale of least squared error; "gptq": the
             same, weighted by the inputs, and error compensation; "mse" takes over for a layer that saw too few tokens.
-        act_headroom: Factor on every input range: what the range of an input may grow by before it saturates.
+        act_headroom: Factor on the range of every input in the samples: what it may grow by before it saturates.
         unseen_experts: "max" or "error", see `QuantizeConfig`.
         tuning: How to tune what `algorithm` made by gradients; None = not at all.
     """
@@ -169,8 +169,8 @@ class BlockQuantizer:
     def _input_scale(self, linear: LinearPlan, ranges: Mapping[str, InputRange]) -> tuple[torch.Tensor | None, str]:
         if linear.scheme.act_dynamic:
             return None, DYNAMIC
-        amax, source = input_amax(linear.fqn, linear.module, linear.group, linear.siblings, ranges)
-        return amax_to_scale(torch.tensor([amax * self._act_headroom])), source
+        amax, source = input_amax(linear.fqn, linear.module, linear.group, linear.siblings, ranges, self._act_headroom)
+        return amax_to_scale(torch.tensor([amax])), source
 
     def tune(
         self,
@@ -200,7 +200,7 @@ class BlockQuantizer:
                 module=linear.module,
                 scale_group=linear.fused[0] if linear.fused and linear.scheme.group_size == PER_TENSOR else linear.fqn,
                 input_group=linear.group[0],
-                headroom=self._act_headroom,
+                input_amax=starts[linear.fqn][1].input_amax,
             )
             for linear in linears
         ]

@@ -95,6 +95,7 @@ class BlockwiseCompressor:
         count = len(self._batches)
         originals = calls.hidden_states[:count] if self._quantizer.is_tuning else []
         reports = []
+        peak = 0
         for index, name in enumerate(skeleton.block_names):
             started = time.perf_counter()
             block = skeleton.model.get_submodule(name)
@@ -124,10 +125,14 @@ class BlockwiseCompressor:
                 del statistics
                 if self._quantized_inputs:
                     outputs = self._run_quantized(block, linears, layers, calls, index)
-            calls.hidden_states = outputs
+            calls.advance(outputs)
+            del outputs
             for batch_calls in calls.calls:
                 batch_calls[index] = ((), {})  # this block's masks and tables are not needed again
-            release_memory()
+            # What this block freed serves the next one; only when it was not enough, free pieces go back.
+            if self._device.type != "cpu" or peak_memory_bytes() > peak:
+                release_memory()
+                peak = peak_memory_bytes()
             report = BlockReport(
                 fqn=name,
                 seconds=time.perf_counter() - started,

@@ -59,6 +59,19 @@ class CapturedCalls:
         args, kwargs = self.calls[batch][block]
         return BlockInputs(block=block, hidden_states=self.hidden_states[batch], args=args, kwargs=kwargs)
 
+    def advance(self, outputs: Sequence[torch.Tensor]) -> None:
+        """Makes a block's outputs, one per batch, the next block's hidden states.
+
+        They are copied to where those are: what lives longest stays in one place, so that free memory does not end up
+        in pieces between, which would let the process grow from block to block.
+        """
+        for batch, output in enumerate(outputs):
+            kept = self.hidden_states[batch]
+            if (kept.shape, kept.dtype) == (output.shape, output.dtype):
+                kept.copy_(output)
+            else:
+                self.hidden_states[batch] = output
+
 
 def run_block(block: nn.Module, inputs: BlockInputs, device: torch.device) -> torch.Tensor:
     """Runs a block; returns its hidden states `[batch, tokens, hidden]` in host memory.
@@ -97,8 +110,9 @@ def capture_block_inputs(
     for batch in batches:
         ids = batch.to(device)
         if not captured.calls:
-            # How many values a block returns decides how the model unpacks them, so the first block runs once for real.
-            first = _run_stubbed(model, blocks[:1], ids, None)
+            # How many values a block returns decides how the model unpacks them, so the first block runs for real, once
+            # and on a few tokens.
+            first = _run_stubbed(model, blocks[:1], ids[:1, :8], None)
             args, kwargs = first[0]
             with with_first_block(), _forward_of(lambda: _block_text(0, blocks[0])):
                 out = blocks[0](*args, **kwargs)
@@ -106,7 +120,7 @@ def capture_block_inputs(
         calls = _run_stubbed(model, blocks, ids, captured.num_outputs)
         _check_calls(calls, len(blocks))
         hidden_states, _ = _split(*calls[0])
-        captured.hidden_states.append(hidden_states.cpu())
+        captured.hidden_states.append(hidden_states.to("cpu", copy=True))  # a later block may be given the same
         captured.calls.append([_intern(_split(*call)[1], interned) for call in calls])
     return captured
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from autoround_fp8.errors import ConfigError
@@ -179,17 +181,18 @@ def run_quantize(args: argparse.Namespace) -> int:
         raise ConfigError("no model is given: auto-round MODEL --output_dir OUT")
     if not args.output_dir:
         raise ConfigError("no target is given: add --output_dir OUT")
-    from autoround_fp8.device import resolve_device, reuse_freed_memory
-    from autoround_fp8.model_source import open_model
-    from autoround_fp8.pipeline import check_output, export_run, prepare
+    with _imports_uncollected():
+        from autoround_fp8.device import resolve_device, reuse_freed_memory
+        from autoround_fp8.model_source import open_model
+        from autoround_fp8.pipeline import check_output, export_run, prepare
 
-    config = config_from_args(args)
-    resolve_device(config.device)
-    reuse_freed_memory()
-    tasks = _resolve_tasks(args)
-    source = open_model(model, trust_remote_code=config.trust_remote_code)
-    check_output(config, args.output_dir, source)
-    run = prepare(config, source)
+        config = config_from_args(args)
+        resolve_device(config.device)
+        reuse_freed_memory()
+        tasks = _resolve_tasks(args)
+        source = open_model(model, trust_remote_code=config.trust_remote_code)
+        check_output(config, args.output_dir, source)
+        run = prepare(config, source)
     show = progress(len(run.plan.blocks))
     summary = export_run(run, args.output_dir, show)
     totals = summary.report["totals"]
@@ -203,6 +206,19 @@ def run_quantize(args: argparse.Namespace) -> int:
 
         evaluate_folder(summary.folder, tasks, args)
     return 0
+
+
+@contextmanager
+def _imports_uncollected() -> Iterator[None]:
+    """No garbage collection while a million objects are imported, and none of them again, the one at exit included."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if was_enabled:
+            gc.enable()
 
 
 def _resolve_tasks(args: argparse.Namespace) -> ResolvedTasks | None:
