@@ -27,8 +27,9 @@ from autoround_fp8.tuning.signround import RunBlock, TunableLayer, tune_block
 
 logger = logging.getLogger(__name__)
 
-# Calibration tokens per input feature that go into a second moment, if there are as many.
-_TOKENS_PER_FEATURE = 4
+# Calibration tokens per input feature that go into a second moment, if there are as many. With 4, KL on Gemma3-270M was
+# 13 % higher on news than with all of 32 x 512 tokens.
+_TOKENS_PER_FEATURE = 32
 # Second moments of experts may take this much, or half of the block in 16 bit.
 _FREE_EXPERT_BYTES = 128 << 20
 
@@ -52,7 +53,7 @@ class BlockQuantizer:
     Args:
         algorithm: "rtn": scale from the largest weight, nearest codes; "mse": scale of least squared error; "gptq": the
             same, weighted by the inputs, and error compensation; "mse" takes over for a layer that saw too few tokens.
-        act_headroom: Factor on the range of every input in the samples: what it may grow by before it saturates.
+        act_headroom: Factor on every input range: what the range of an input may grow by before it saturates.
         unseen_experts: "max" or "error", see `QuantizeConfig`.
         tuning: How to tune what `algorithm` made by gradients; None = not at all.
     """
@@ -132,7 +133,8 @@ class BlockQuantizer:
         for group in _by_input(linears, statistics.moments):
             factor = self._factor(group[0], statistics.moments)
             algorithm = "gptq" if factor is not None else "rtn" if self._algorithm == "rtn" else "mse"
-            scales = [self._scale(linear, weights, algorithm, factor) for linear in group]
+            costs = self._column_weights(group[0], statistics.moments)
+            scales = [self._scale(linear, weights, algorithm, costs) for linear in group]
             own = [weights[linear.fqn] for linear in group]
             if factor is None:
                 codes = [quantize_fp8(weight, scale) for weight, scale in zip(own, scales, strict=True)]
@@ -169,8 +171,8 @@ class BlockQuantizer:
     def _input_scale(self, linear: LinearPlan, ranges: Mapping[str, InputRange]) -> tuple[torch.Tensor | None, str]:
         if linear.scheme.act_dynamic:
             return None, DYNAMIC
-        amax, source = input_amax(linear.fqn, linear.module, linear.group, linear.siblings, ranges, self._act_headroom)
-        return amax_to_scale(torch.tensor([amax])), source
+        amax, source = input_amax(linear.fqn, linear.module, linear.group, linear.siblings, ranges)
+        return amax_to_scale(torch.tensor([amax * self._act_headroom])), source
 
     def tune(
         self,
@@ -200,7 +202,7 @@ class BlockQuantizer:
                 module=linear.module,
                 scale_group=linear.fused[0] if linear.fused and linear.scheme.group_size == PER_TENSOR else linear.fqn,
                 input_group=linear.group[0],
-                input_amax=starts[linear.fqn][1].input_amax,
+                headroom=self._act_headroom,
             )
             for linear in linears
         ]
@@ -213,17 +215,21 @@ class BlockQuantizer:
         moment = moments.get(linear.module) if self._algorithm == "gptq" else None
         return factorise(moment.matrix()) if moment is not None and moment.is_full_rank else None
 
+    def _column_weights(self, linear: LinearPlan, moments: SecondMoments) -> torch.Tensor | None:
+        moment = moments.get(linear.module) if self._algorithm == "gptq" else None
+        return None if moment is None else moment.column_weights()
+
     def _scale(
         self,
         linear: LinearPlan,
         weights: Mapping[str, torch.Tensor],
         algorithm: str,
-        factor: CompensationFactor | None,
+        column_weights: torch.Tensor | None,
     ) -> torch.Tensor:
         weight, fused = weights[linear.fqn], [weights[name] for name in linear.fused]
         if algorithm == "rtn":
             return absmax_scale(weight, linear.scheme, fused)
-        return search_scale(weight, linear.scheme, None if factor is None else factor.column_weights, fused)
+        return search_scale(weight, linear.scheme, column_weights, fused)
 
 
 def _weight_of(linear: LinearPlan, module: torch.nn.Module) -> torch.Tensor:

@@ -102,8 +102,8 @@ def test_experts_whose_moments_are_too_large_are_searched_only(
 
 
 @pytest.mark.parametrize("headroom", [1.0, 2.0, 4.0])
-def test_headroom_multiplies_the_input_scale_of_all_that_samples_showed(dense: Path, headroom: float) -> None:
-    base, wide = (quantized(dense, act_headroom=factor, range_probes=False)[0] for factor in (1.0, headroom))
+def test_headroom_multiplies_every_input_scale(dense: Path, headroom: float) -> None:
+    base, wide = (quantized(dense, act_headroom=factor)[0] for factor in (1.0, headroom))
     for fqn, layer in wide.layers.items():
         assert float(layer.input_scale) == headroom * float(base.layers[fqn].input_scale)
         assert torch.equal(codes_of(wide, fqn), codes_of(base, fqn))

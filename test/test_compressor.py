@@ -269,8 +269,8 @@ def test_the_largest_negative_value_decides_the_scale(tmp_path: Path) -> None:
 
 def test_weights_are_coded_from_their_stored_values_in_any_calibration_dtype(tmp_path: Path) -> None:
     save_tiny_model(tmp_path, with_tokenizer=False)
-    one, _, _ = compressed(tmp_path, rows(), calibration_dtype="float32")
-    other, _, _ = compressed(tmp_path, rows(), calibration_dtype="bfloat16")
+    one, _, _ = compressed(tmp_path, rows(), calibration_dtype="float32", algorithm="mse")
+    other, _, _ = compressed(tmp_path, rows(), calibration_dtype="bfloat16", algorithm="mse")
     for fqn, layer in one.items():
         assert torch.equal(layer.weight.view(torch.uint8), other[fqn].weight.view(torch.uint8))
 

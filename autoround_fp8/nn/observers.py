@@ -23,13 +23,11 @@ class InputRange:
 
     Attributes:
         amax: Largest absolute value; 0 before any token.
-        counted_amax: Largest absolute value of the tokens that count.
         num_tokens: Tokens that count (see `AbsMaxObserver.attached`).
         largest: Largest absolute value of a token, of the 16 tokens where it is largest, in falling order.
     """
 
     amax: float = 0.0
-    counted_amax: float = 0.0
     num_tokens: int = 0
     largest: list[float] = field(default_factory=list)
 
@@ -55,7 +53,7 @@ class AbsMaxObserver:
         Args:
             name: The layer.
             x: Its input.
-            is_counted: Whether its tokens count in `num_tokens` and `counted_amax`; they always do in `amax`.
+            is_counted: Whether its tokens count in `num_tokens`; they always do in the range.
 
         Raises:
             NumericsError: If the input holds NaN or infinity, naming the layer.
@@ -75,9 +73,7 @@ class AbsMaxObserver:
             raise NumericsError(f"the input of {name!r} holds NaN or infinity {where}")
         seen.amax = max(seen.amax, largest[0])
         seen.largest = sorted(seen.largest + largest, reverse=True)[:_NUM_LARGEST]
-        if is_counted:
-            seen.counted_amax = max(seen.counted_amax, largest[0])
-            seen.num_tokens += x.numel() // x.shape[-1]
+        seen.num_tokens += x.numel() // x.shape[-1] if is_counted else 0
 
     @contextmanager
     def attached(self, modules: Mapping[str, nn.Module], *, is_counted: bool = True) -> Iterator[None]:

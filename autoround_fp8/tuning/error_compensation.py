@@ -27,12 +27,10 @@ class CompensationFactor:
     Attributes:
         order: Columns in the order they are rounded, `[in]`.
         upper: Upper Cholesky factor of the inverse second moment in that order, float32 `[in, in]`.
-        column_weights: Diagonal of the second moment in the original order, float32 `[in]`, mean 1.
     """
 
     order: torch.Tensor
     upper: torch.Tensor
-    column_weights: torch.Tensor
 
 
 def factorise(moment: torch.Tensor) -> CompensationFactor | None:
@@ -49,7 +47,7 @@ def factorise(moment: torch.Tensor) -> CompensationFactor | None:
         permuted.diagonal().copy_(sizes + damping)
         upper = _inverse_factor(permuted)
         if upper is not None:
-            return CompensationFactor(order=order, upper=upper, column_weights=diagonal / mean)
+            return CompensationFactor(order=order, upper=upper)
         damping *= 10.0
     return None
 

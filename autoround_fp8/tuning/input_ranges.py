@@ -15,17 +15,9 @@ UNSEEN = "unseen expert: largest of the layer"
 
 
 def input_amax(
-    fqn: str,
-    module: str,
-    group: Sequence[str],
-    siblings: Sequence[str],
-    ranges: Mapping[str, InputRange],
-    headroom: float = 1.0,
+    fqn: str, module: str, group: Sequence[str], siblings: Sequence[str], ranges: Mapping[str, InputRange]
 ) -> tuple[float, str]:
     """The largest absolute input that a layer's scale has to hold, and where it comes from.
-
-    That is `headroom` times what counted tokens showed, or, where it is more, what the others did: probes are made of
-    extremes, so that no room beyond them is needed, and each doubling costs the smallest inputs a bit.
 
     Args:
         fqn: The layer's name, for messages.
@@ -33,7 +25,6 @@ def input_amax(
         group: Modules that share one input scale, itself included.
         siblings: For an expert, the modules that do the same in all experts of the layer; else empty.
         ranges: Module -> what it has seen.
-        headroom: Factor, at least 1.
 
     Raises:
         NumericsError: If no token reached the layer, and for an expert none reached any other either.
@@ -43,13 +34,9 @@ def input_amax(
         what = "any expert of the layer of" if siblings else "layer"
         raise NumericsError(f"no calibration token reached {what} {fqn!r}, so its input range is unknown")
     names = siblings if seen.num_tokens == 0 else group
-    amax = max(_widened(ranges.get(name, InputRange()), headroom) for name in names)
+    amax = max(ranges.get(name, InputRange()).amax for name in names)
     if seen.num_tokens == 0:
         return amax, UNSEEN
-    if amax == _widened(seen, headroom):
+    if amax == seen.amax:
         return amax, OBSERVED
     return amax, SHARED if siblings else GROUP
-
-
-def _widened(seen: InputRange, headroom: float) -> float:
-    return max(seen.amax, headroom * seen.counted_amax)

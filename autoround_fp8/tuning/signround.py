@@ -18,7 +18,7 @@ from autoround_fp8.config import SignRoundSettings
 from autoround_fp8.errors import NumericsError
 from autoround_fp8.kernels.reference import simulated_forward
 from autoround_fp8.nn.tunable_linear import TunableWeight, quantize_input
-from autoround_fp8.numerics.fp8 import FP8_MAX, round_up_to_bfloat16
+from autoround_fp8.numerics.fp8 import round_up_to_bfloat16
 from autoround_fp8.records import QuantizedLinear, TuningReport
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
@@ -43,7 +43,7 @@ class TunableLayer:
         module: Linear that computes it; several layers of one module are its rows, in order.
         scale_group: Layers with the same one share their weight scale.
         input_group: Layers with the same one share their input scale.
-        input_amax: Largest absolute input seen: what the input scale goes on to hold when it shrinks. 0: none was seen.
+        headroom: By what the input scale may shrink: what was observed must still fit.
     """
 
     start: QuantizedLinear
@@ -51,7 +51,7 @@ class TunableLayer:
     module: str
     scale_group: str
     input_group: str
-    input_amax: float = 0.0
+    headroom: float = 1.0
 
 
 def tune_block(
@@ -120,9 +120,7 @@ class _Tuning:
             self._input_scales[t.input_group] = t.start.input_scale.to(device)
             self._factors.setdefault(t.scale_group, torch.ones_like(scale))
             self._input_factors.setdefault(t.input_group, torch.ones(1, device=device))
-            if t.input_amax > 0.0:
-                floor = min(t.input_amax / FP8_MAX / float(t.start.input_scale), 1.0)
-                self._floors[t.input_group] = max(floor, self._floors.get(t.input_group, 0.0))
+            self._floors[t.input_group] = 1.0 / t.headroom
 
     def layers(self) -> tuple[QuantizedLinear, ...]:
         """The layers as they are now; tensors on the CPU."""
@@ -201,7 +199,7 @@ class _Tuning:
         for name, scale in input_scales.items():
             if scale.grad is not None:
                 factor = self._input_factors[name]
-                factor.sub_(torch.sign(scale.grad), alpha=minmax_lr).clamp_(self._floors.get(name, 1.0), 2.0)
+                factor.sub_(torch.sign(scale.grad), alpha=minmax_lr).clamp_(self._floors[name], 2.0)
 
 
 def _split(num_batches: int, seed: int) -> tuple[list[int], list[int]]:

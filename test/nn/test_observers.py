@@ -34,12 +34,12 @@ def observed(*inputs: torch.Tensor) -> InputRange:
 
 @pytest.mark.parametrize("shape", [(0, 64), (2, 0, 64), (0, 3, 64)])
 def test_zero_tokens_change_nothing(shape: tuple[int, ...]):
-    assert observed(torch.empty(shape)) == InputRange(amax=0.0, counted_amax=0.0, num_tokens=0, largest=[])
+    assert observed(torch.empty(shape)) == InputRange(amax=0.0, num_tokens=0, largest=[])
     assert observed(torch.full((2, 64), 3.0), torch.empty(shape)) == InputRange(
-        amax=3.0, counted_amax=3.0, num_tokens=2, largest=[3.0] * 2
+        amax=3.0, num_tokens=2, largest=[3.0] * 2
     )
     assert observed(torch.empty(shape), torch.full((2, 64), 3.0)) == InputRange(
-        amax=3.0, counted_amax=3.0, num_tokens=2, largest=[3.0] * 2
+        amax=3.0, num_tokens=2, largest=[3.0] * 2
     )
 
 
@@ -52,9 +52,7 @@ def test_negative_side_counts(dtype: torch.dtype):
 
 def test_largest_value_and_all_tokens_over_calls():
     calls = [torch.full((2, 3, 4), 1.0), torch.full((5, 4), -7.0), torch.full((4,), 2.0)]
-    assert observed(*calls) == InputRange(
-        amax=7.0, counted_amax=7.0, num_tokens=6 + 5 + 1, largest=[7.0] * 5 + [2.0] + [1.0] * 6
-    )
+    assert observed(*calls) == InputRange(amax=7.0, num_tokens=6 + 5 + 1, largest=[7.0] * 5 + [2.0] + [1.0] * 6)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
@@ -71,7 +69,7 @@ def test_bad_input_leaves_the_range_as_it_was():
     observer.observe("a", torch.ones(2, 4))
     with pytest.raises(NumericsError):
         observer.observe("a", torch.full((2, 4), float("nan")))
-    assert observer.ranges["a"] == InputRange(amax=1.0, counted_amax=1.0, num_tokens=2, largest=[1.0] * 2)
+    assert observer.ranges["a"] == InputRange(amax=1.0, num_tokens=2, largest=[1.0] * 2)
 
 
 def test_shared_tensor_is_reduced_once_and_recorded_for_each_layer(reductions: list[torch.Tensor]):
@@ -79,9 +77,7 @@ def test_shared_tensor_is_reduced_once_and_recorded_for_each_layer(reductions: l
     for name in ("q", "k", "v"):
         observer.observe(name, x)
     assert len(reductions) == 1
-    assert observer.ranges == {
-        name: InputRange(amax=5.0, counted_amax=5.0, num_tokens=3, largest=[5.0] * 3) for name in ("q", "k", "v")
-    }
+    assert observer.ranges == {name: InputRange(amax=5.0, num_tokens=3, largest=[5.0] * 3) for name in ("q", "k", "v")}
 
 
 def test_change_in_place_is_seen(reductions: list[torch.Tensor]):
@@ -106,8 +102,8 @@ def test_equal_but_different_tensors_are_not_confused():
     observer.observe("a", x)
     observer.observe("b", x[:1] * 3)
     observer.observe("a", x)
-    assert observer.ranges["b"] == InputRange(amax=3.0, counted_amax=3.0, num_tokens=1, largest=[3.0] * 1)
-    assert observer.ranges["a"] == InputRange(amax=1.0, counted_amax=1.0, num_tokens=6, largest=[1.0] * 6)
+    assert observer.ranges["b"] == InputRange(amax=3.0, num_tokens=1, largest=[3.0] * 1)
+    assert observer.ranges["a"] == InputRange(amax=1.0, num_tokens=6, largest=[1.0] * 6)
 
 
 def test_inference_tensors_are_observed_and_never_stale():
@@ -127,7 +123,7 @@ def test_attached_hooks_watch_and_go_away_again():
     with observer.attached(dict(layers.items())):
         layers["b"](layers["a"](torch.full((3, 4), 2.0)))
     layers["a"](torch.full((3, 4), 100.0))
-    assert observer.ranges["a"] == InputRange(amax=2.0, counted_amax=2.0, num_tokens=3, largest=[2.0] * 3)
+    assert observer.ranges["a"] == InputRange(amax=2.0, num_tokens=3, largest=[2.0] * 3)
     assert observer.ranges["b"].num_tokens == 3
     assert not any(layer._forward_pre_hooks for layer in layers.values())
     assert observer._last is None
@@ -137,7 +133,7 @@ def test_input_given_by_keyword_is_observed():
     layer, observer = nn.Linear(4, 4), AbsMaxObserver()
     with observer.attached({"a": layer}):
         layer(input=torch.full((3, 4), 2.0))
-    assert observer.ranges["a"] == InputRange(amax=2.0, counted_amax=2.0, num_tokens=3, largest=[2.0] * 3)
+    assert observer.ranges["a"] == InputRange(amax=2.0, num_tokens=3, largest=[2.0] * 3)
 
 
 def test_hooks_go_away_after_an_error():
@@ -161,9 +157,7 @@ def token_maxima(*values: float) -> torch.Tensor:
 
 def test_peak_tokens_are_those_that_reach_half_of_the_range():
     seen = observed(token_maxima(1.0, 8.0, 3.9), token_maxima(4.0, 4.1, 2.0))
-    assert seen == InputRange(
-        amax=8.0, counted_amax=8.0, num_tokens=6, largest=pytest.approx([8.0, 4.1, 4.0, 3.9, 2.0, 1.0])
-    )
+    assert seen == InputRange(amax=8.0, num_tokens=6, largest=pytest.approx([8.0, 4.1, 4.0, 3.9, 2.0, 1.0]))
     assert seen.num_peak_tokens == 3
 
 
@@ -196,6 +190,6 @@ def test_uncounted_tokens_widen_the_range_and_nothing_else():
         layer(torch.full((3, 4), 2.0))
     with observer.attached({"a": layer}, is_counted=False):
         layer(torch.full((5, 4), 6.0))
-    assert observer.ranges["a"] == InputRange(amax=6.0, counted_amax=2.0, num_tokens=3, largest=[6.0] * 5 + [2.0] * 3)
+    assert observer.ranges["a"] == InputRange(amax=6.0, num_tokens=3, largest=[6.0] * 5 + [2.0] * 3)
     with pytest.raises(NumericsError, match=r"'a' holds NaN or infinity in a range probe \(--disable_range_probes"):
         observer.observe("a", torch.full((1, 4), float("inf")), is_counted=False)

@@ -26,6 +26,35 @@ def test_the_sum_does_not_depend_on_the_pieces(sizes: tuple[int, ...]) -> None:
     torch.testing.assert_close(moment.matrix(), rows.t() @ rows)
 
 
+@pytest.mark.parametrize("features", [1, 63, 64, 65, 300, 576])
+def test_the_whole_matrix_is_there_for_every_size(features: int) -> None:
+    rows = torch.cat(inputs(features + 3, 40, features=features))
+    moment = SecondMoment(features)
+    for piece in rows.split(features + 3):
+        moment.add(piece)
+    torch.testing.assert_close(moment.matrix(), rows.t() @ rows, rtol=1e-4, atol=1e-4)
+    assert torch.equal(moment.matrix(), moment.matrix().t())
+
+
+@pytest.mark.parametrize("sizes", [(3,), (2, 3), (6,), (4, 9)])
+def test_column_weights_are_the_diagonal_for_any_number_of_tokens(sizes: tuple[int, ...]) -> None:
+    pieces = inputs(*sizes)
+    moment = SecondMoment(6)
+    for piece in pieces:
+        moment.add(piece)
+    diagonal = torch.cat(pieces).square().sum(0)
+    for _ in range(2):  # and the matrix, which they may be asked before or after, is no other
+        torch.testing.assert_close(moment.column_weights(), diagonal / diagonal.mean())
+        if moment.is_full_rank:
+            torch.testing.assert_close(moment.matrix().diagonal(), diagonal)
+
+
+def test_column_weights_of_zeros_are_ones() -> None:
+    moment = SecondMoment(6)
+    moment.add(torch.zeros(2, 6))
+    assert torch.equal(moment.column_weights(), torch.ones(6))
+
+
 def test_batches_16_bit_inputs_and_no_tokens() -> None:
     moment = SecondMoment(6)
     moment.add(torch.empty(0, 6))

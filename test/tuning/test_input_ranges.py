@@ -15,9 +15,7 @@ EXPERTS = ("experts.0.down_proj", "experts.1.down_proj", "experts.2.down_proj")
 
 def seen(*amax: float | None) -> dict[str, InputRange]:
     """Ranges of the first experts; None = hooked, but no token came."""
-    ranges = [
-        InputRange() if value is None else InputRange(amax=value, counted_amax=value, num_tokens=7) for value in amax
-    ]
+    ranges = [InputRange() if value is None else InputRange(amax=value, num_tokens=7) for value in amax]
     return dict(zip(EXPERTS, ranges, strict=False))
 
 
@@ -38,19 +36,6 @@ def test_fused_layers_get_the_largest_of_the_group() -> None:
 
 def test_a_member_of_the_group_that_stays_in_16_bit_does_not_count() -> None:
     assert input_amax("m.q", "q", ("q", "k"), (), {"q": InputRange(amax=2.0, num_tokens=1)}) == (2.0, OBSERVED)
-
-
-def test_headroom_widens_what_samples_showed_but_not_what_probes_did() -> None:
-    ranges = {"q": InputRange(amax=9.0, counted_amax=2.0, num_tokens=5), "k": InputRange(amax=5.0, counted_amax=5.0)}
-    of_q = [input_amax("m.q", "q", ("q",), (), ranges, headroom) for headroom in (1.0, 2.0, 4.0, 8.0)]
-    assert of_q == [(9.0, OBSERVED), (9.0, OBSERVED), (9.0, OBSERVED), (16.0, OBSERVED)]
-    of_both = [input_amax("m.q", "q", ("q", "k"), (), ranges, headroom) for headroom in (1.0, 2.0)]
-    assert of_both == [(9.0, OBSERVED), (10.0, GROUP)]
-
-
-def test_headroom_widens_the_range_of_an_unseen_expert_as_that_of_the_others() -> None:
-    ranges = seen(1.0, 5.0, None)
-    assert input_amax("m.2", EXPERTS[2], EXPERTS[2:], EXPERTS, ranges, 2.0) == (10.0, UNSEEN)
 
 
 def test_experts_share_the_largest_of_the_layer() -> None:
