@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from autoround_fp8.evaluation.lm_eval_registration import register_lm_eval_backend
+from autoround_fp8.inference.hf_integration import register_quantizer
 from autoround_fp8.version import __version__
 
 if TYPE_CHECKING:
@@ -43,3 +44,5 @@ def __getattr__(name: str) -> Any:
 
 # lm-eval has no plug-in loading, so its users import this package to get model="autoround_fp8".
 register_lm_eval_backend()
+# The same for transformers: AutoModelForCausalLM.from_pretrained then loads fp8_static exports.
+register_quantizer()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ from autoround_fp8.schemes import QuantizationScheme
 
 logger = logging.getLogger(__name__)
 
-_SCALES = (".weight_scale", ".input_scale")
+SCALES = (".weight_scale", ".input_scale")
 
 
 def load_quantized_model(
@@ -58,7 +58,8 @@ def load_quantized_model(
         trust_remote_code: Whether code from the folder may run.
 
     Returns:
-        The model in eval mode. Its `save_pretrained` is refused: copy the folder instead.
+        The model in eval mode. Its `save_pretrained` writes the same tensors again, in the checkpoint's dtypes, and
+        refuses a model that holds them rounded to another dtype.
 
     Raises:
         CheckpointError: If the checkpoint is not quantised, damaged, or its tensors do not agree with its config.
@@ -73,15 +74,18 @@ def load_quantized_model(
     checkpoint_format, parsed = parse_quantization(block)
     reader = CheckpointReader(folder)
     model_dtype = _model_dtype(dtype, raw_config)
-    names = [name for name in reader.names if not name.endswith(_SCALES)]
+    names = [name for name in reader.names if not name.endswith(SCALES)]
     skeleton = build_skeleton(config, names, model_dtype, trust_remote_code=trust_remote_code)
     model = skeleton.model
     fill_computed_buffers(model, target)
     skeleton.linearize()
-    _load_quantized_linears(skeleton, reader, checkpoint_format, parsed, (kernel, target))
+    load_quantized_linears(skeleton, reader, checkpoint_format, parsed, kernel=kernel, device_of=lambda _: target)
     _fill_rest(skeleton, reader, target, f"checkpoint {str(folder)!r}")
     _set_generation_config(model, folder)
-    refuse_saving(model)
+    # Imported late: it needs transformers, which takes seconds.
+    from autoround_fp8.inference.hf_saving import CheckpointQuantization, Fp8Saver, make_savable
+
+    make_savable(skeleton, reader, Fp8Saver(CheckpointQuantization(block)))
     return model
 
 
@@ -113,7 +117,7 @@ def load_model(
     _fill_rest(skeleton, source, target, f"checkpoint {str(folder)!r}")
     _set_generation_config(skeleton.model, folder)
     if skeleton.experts:
-        refuse_saving(skeleton.model)
+        refuse_saving(skeleton.model, "its experts are one Linear each")
     return skeleton.model
 
 
@@ -143,7 +147,7 @@ def assemble_quantized_model(
         if slot.fqn in layers:
             _swap_in(slot, layers[slot.fqn], schemes[slot.fqn], ("auto", target))
     _fill_rest(skeleton, source, target, "the model")
-    refuse_saving(skeleton.model)
+    refuse_saving(skeleton.model, "it was quantised in memory")
     return skeleton.model
 
 
@@ -185,13 +189,29 @@ def _model_dtype(dtype: torch.dtype | str | None, raw_config: Mapping[str, Any])
     return resolved
 
 
-def _load_quantized_linears(
+def load_quantized_linears(
     skeleton: Skeleton,
     reader: CheckpointReader,
     checkpoint_format: CheckpointFormat,
     parsed: ParsedQuantization,
-    target: tuple[str, torch.device],
+    *,
+    kernel: str,
+    device_of: Callable[[str], torch.device],
 ) -> None:
+    """Puts an FP8 linear, filled, wherever the checkpoint has one.
+
+    Args:
+        skeleton: The model, its experts one Linear each.
+        reader: The checkpoint.
+        checkpoint_format: Its format.
+        parsed: What its config.json says.
+        kernel: Kernel name or "auto".
+        device_of: Module name -> device.
+
+    Raises:
+        CheckpointError: If config.json and the tensors do not agree.
+        ConfigError: If the kernel cannot be used.
+    """
     chosen: Counter[str] = Counter()
     used: set[str] = set()
     for slot in linear_slots(skeleton):
@@ -209,11 +229,12 @@ def _load_quantized_linears(
                 f"tensor {slot.tensor!r} has shape {list(layer.weight.shape)}, the model expects {list(slot.shape)}"
             )
         used.update(tensors)
-        kernel, reasons = _swap_in(slot, layer, scheme, target)
-        if not chosen[kernel.name]:
-            logger.info("kernel %s from %s on%s", kernel.name, slot.fqn, "".join(f"; {reason}" for reason in reasons))
-        chosen[kernel.name] += 1
-    stray = [name for name in reader.names if name.endswith(_SCALES) and name not in used]
+        used_kernel, reasons = _swap_in(slot, layer, scheme, (kernel, device_of(slot.module)))
+        if not chosen[used_kernel.name]:
+            why = "".join(f"; {reason}" for reason in reasons)
+            logger.info("kernel %s from %s on%s", used_kernel.name, slot.fqn, why)
+        chosen[used_kernel.name] += 1
+    stray = [name for name in reader.names if name.endswith(SCALES) and name not in used]
     if stray:
         raise CheckpointError(f"tensor {stray[0]!r} belongs to no quantised layer ({len(stray)} such tensors)")
     if not chosen:

@@ -22,6 +22,7 @@ class LinearSlot:
 
     Attributes:
         fqn: Its name in the checkpoint, without `.weight`.
+        module: Its name in the model.
         shape: `(out_features, in_features)`.
         dtype: dtype the model computes in there.
         has_bias: Whether it has a bias.
@@ -30,6 +31,7 @@ class LinearSlot:
     """
 
     fqn: str
+    module: str
     shape: tuple[int, int]
     dtype: torch.dtype
     has_bias: bool
@@ -45,6 +47,7 @@ def linear_slots(skeleton: Skeleton) -> Iterator[LinearSlot]:
         if isinstance(module, nn.Linear) and tensor is not None:
             yield LinearSlot(
                 fqn=tensor.removesuffix(".weight"),
+                module=name,
                 shape=(module.out_features, module.in_features),
                 dtype=module.weight.dtype,
                 has_bias=module.bias is not None,
@@ -57,6 +60,7 @@ def linear_slots(skeleton: Skeleton) -> Iterator[LinearSlot]:
             assert isinstance(expert, Expert)
             yield LinearSlot(
                 fqn=fqn,
+                module=f"{source.module}.{index}.{projection}",
                 shape=source.layout.shape_of(projection),
                 dtype=source.layout.dtype,
                 has_bias=source.layout.has_bias,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NoReturn
 
 from torch import nn
@@ -34,18 +35,21 @@ def swapped_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterat
                 module.__dict__["forward"] = previous
 
 
-def refuse_saving(model: nn.Module) -> None:
+def refuse_saving(model: nn.Module, reason: str) -> None:
     """Makes a model's `save_pretrained` raise a ConfigError.
 
-    transformers knows neither FP8 linears nor experts as Linears of their own: it would write files without an error
-    that nothing loads as the same model.
+    For a model of which transformers would write files, without an error, that nothing loads as the same model.
+
+    Args:
+        model: The model.
+        reason: Why, for the message.
     """
-    model.__dict__["save_pretrained"] = _refuse_to_save
+    # A partial of a function of the module, no closure, so that the model can still be copied and pickled.
+    model.__dict__["save_pretrained"] = partial(_refuse_to_save, reason)
 
 
-# A function of the module, no closure, so that the model can still be copied and pickled.
-def _refuse_to_save(*_args: Any, **_kwargs: Any) -> NoReturn:
+def _refuse_to_save(reason: str, *_args: Any, **_kwargs: Any) -> NoReturn:
     raise ConfigError(
-        "save_pretrained of a model that autoround_fp8 loaded or quantised is not supported yet; copy its folder, or "
-        "use save_quantized of the AutoRound that made it"
+        f"save_pretrained of this model is not supported: {reason}; copy its folder, or use save_quantized of the "
+        "AutoRound that made it"
     )

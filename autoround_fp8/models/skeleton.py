@@ -193,7 +193,14 @@ def build_skeleton(
         UnsupportedModelError: If there is no causal LM class, no list of decoder blocks, or a parameter without tensor.
         CheckpointError: If the config's values make no model, or a parameter has no tensor.
     """
-    model = build_model(config, dtype, trust_remote_code=trust_remote_code)
+    return map_skeleton(build_model(config, dtype, trust_remote_code=trust_remote_code), config, tensor_names)
+
+
+def map_skeleton(model: Any, config: Any, tensor_names: Iterable[str]) -> Skeleton:
+    """Maps the parameters of a model on meta to a checkpoint's tensors.
+
+    Args and errors are those of `build_skeleton`.
+    """
     # First, as its refusals say what is odd about a family; its list of blocks may be odd too.
     layouts = find_experts(model)
     names = find_blocks(model, config)
