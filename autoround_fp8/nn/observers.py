@@ -38,6 +38,14 @@ class InputRange:
         """How many tokens reach half of `amax`; 16 stands for 16 or more."""
         return sum(value >= self.amax / 2 for value in self.largest)
 
+    def widened(self, headroom: float) -> float:
+        """The range that a scale has to hold: `headroom` times what counted tokens showed, or more if others did.
+
+        Those are probes, made of extremes: no room beyond them is needed, and each doubling costs the smallest values a
+        bit.
+        """
+        return max(self.amax, headroom * self.counted_amax)
+
 
 class AbsMaxObserver:
     """Records the input range of several layers; layers that are given the same tensor share the work.
@@ -49,13 +57,14 @@ class AbsMaxObserver:
         self.ranges: dict[str, InputRange] = {}
         self._last: tuple[torch.Tensor, int, list[float]] | None = None
 
-    def observe(self, name: str, x: torch.Tensor, *, is_counted: bool = True) -> None:
+    def observe(self, name: str, x: torch.Tensor, *, is_counted: bool = True, what: str = "input") -> None:
         """Takes one input `[..., in_features]` of the layer `name` into account.
 
         Args:
             name: The layer.
             x: Its input.
             is_counted: Whether its tokens count in `num_tokens` and `counted_amax`; they always do in `amax`.
+            what: What `x` is to the layer, for messages.
 
         Raises:
             NumericsError: If the input holds NaN or infinity, naming the layer.
@@ -72,7 +81,7 @@ class AbsMaxObserver:
             self._last = None if version is None else (x, version, largest)
         if not largest[0] <= torch.finfo(torch.float32).max:
             where = "during calibration" if is_counted else "in a range probe (--disable_range_probes leaves them out)"
-            raise NumericsError(f"the input of {name!r} holds NaN or infinity {where}")
+            raise NumericsError(f"the {what} of {name!r} holds NaN or infinity {where}")
         seen.amax = max(seen.amax, largest[0])
         seen.largest = sorted(seen.largest + largest, reverse=True)[:_NUM_LARGEST]
         if is_counted:

@@ -24,8 +24,7 @@ def input_amax(
 ) -> tuple[float, str]:
     """The largest absolute input that a layer's scale has to hold, and where it comes from.
 
-    That is `headroom` times what counted tokens showed, or, where it is more, what the others did: probes are made of
-    extremes, so that no room beyond them is needed, and each doubling costs the smallest inputs a bit.
+    See `InputRange.widened` for what `headroom` does.
 
     Args:
         fqn: The layer's name, for messages.
@@ -43,13 +42,9 @@ def input_amax(
         what = "any expert of the layer of" if siblings else "layer"
         raise NumericsError(f"no calibration token reached {what} {fqn!r}, so its input range is unknown")
     names = siblings if seen.num_tokens == 0 else group
-    amax = max(_widened(ranges.get(name, InputRange()), headroom) for name in names)
+    amax = max(ranges.get(name, InputRange()).widened(headroom) for name in names)
     if seen.num_tokens == 0:
         return amax, UNSEEN
-    if amax == _widened(seen, headroom):
+    if amax == seen.widened(headroom):
         return amax, OBSERVED
     return amax, SHARED if siblings else GROUP
-
-
-def _widened(seen: InputRange, headroom: float) -> float:
-    return max(seen.amax, headroom * seen.counted_amax)
