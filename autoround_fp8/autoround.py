@@ -44,6 +44,8 @@ class AutoRound:
         device_map: cpu, cuda, a GPU number or auto.
         low_gpu_mem_usage: Accepted; block inputs always live in host memory here.
         seed: Seed of the data order.
+        static_kv_dtype: "fp8" = a scale for the keys and one for the values of each block's KV cache, in format
+            llm_compressor; None = none.
         ignore_layers: Layers that stay in 16 bit: a comma list or a sequence of names and patterns.
         format: Checkpoint format that `quantize_and_save` and `save_quantized` write by default, or several, comma
             list.
@@ -66,6 +68,8 @@ class AutoRound:
         ConfigError: On a bad argument. An unknown keyword is a TypeError.
         CheckpointError: If the model cannot be opened.
     """
+
+    _result: tuple[PreparedRun, MemorySink, CompressionResult] | None = None
 
     def __init__(
         self,
@@ -95,9 +99,10 @@ class AutoRound:
         unseen_experts: str = "max",
         keep_layers: int = 0,
         target_kl: float | None = None,
+        static_kv_dtype: str | None = None,
         trust_remote_code: bool = False,
     ):
-        self._has_own_scheme = scheme is not None
+        self.tokenizer, self._has_own_scheme = tokenizer, scheme is not None
         self.config = QuantizeConfig(
             scheme=default_scheme(get_formats(format)) if scheme is None else parse_scheme(scheme),
             layer_config=parse_layer_config(layer_config),
@@ -122,11 +127,10 @@ class AutoRound:
             unseen_experts=unseen_experts,
             keep_layers=keep_layers,
             target_kl=target_kl,
+            static_kv_dtype=static_kv_dtype,
             trust_remote_code=trust_remote_code,
         )
-        self.tokenizer = tokenizer
         self._source = open_model(model, tokenizer, trust_remote_code=trust_remote_code)
-        self._result: tuple[PreparedRun, MemorySink, CompressionResult] | None = None
 
     def quantize(self) -> tuple[Any, dict[str, dict[str, Any]]]:
         """Quantises in memory.
@@ -211,6 +215,8 @@ class AutoRound:
         def fill(writer_sink: Any) -> Any:
             for layer in sink.layers.values():
                 writer_sink.put(layer)
+            for scales in sink.cache_scales:
+                writer_sink.put_cache_scales(scales)
             return list(result.blocks)
 
         return str(write_export(run, output_dir, fill, time.perf_counter()).folder)

@@ -18,7 +18,8 @@ from autoround_fp8.nn.observers import InputRange
 from autoround_fp8.nn.second_moments import SecondMoments
 from autoround_fp8.numerics.fp8 import amax_to_scale, dequantize_fp8, quantize_fp8, sqnr_db
 from autoround_fp8.numerics.granularity import PER_TENSOR
-from autoround_fp8.records import LayerReport, QuantizedLinear, TuningReport
+from autoround_fp8.records import CacheReport, CacheScales, LayerReport, QuantizedLinear, TuningReport
+from autoround_fp8.tuning.cache_scales import make_cache_scales
 from autoround_fp8.tuning.error_compensation import CompensationFactor, compensate, factorise
 from autoround_fp8.tuning.input_ranges import DYNAMIC, input_amax
 from autoround_fp8.tuning.rtn import absmax_scale
@@ -173,6 +174,10 @@ class BlockQuantizer:
             return None, DYNAMIC
         amax, source = input_amax(linear.fqn, linear.module, linear.group, linear.siblings, ranges)
         return amax_to_scale(torch.tensor([amax * self._act_headroom])), source
+
+    def cache_scales(self, fqn: str, key: InputRange, value: InputRange) -> tuple[CacheScales, CacheReport]:
+        """The scales of an attention's KV cache, with the same room as input scales."""
+        return make_cache_scales(fqn, key, value, self._act_headroom)
 
     def tune(
         self,

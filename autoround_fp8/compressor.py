@@ -19,6 +19,7 @@ from torch import nn
 from autoround_fp8.block_quantizer import BlockQuantizer, BlockStatistics
 from autoround_fp8.block_walk import BlockWalk, simulated_forwards
 from autoround_fp8.calibration.block_inputs import CapturedCalls, run_block
+from autoround_fp8.calibration.kv_cache import CacheObserver
 from autoround_fp8.checkpoint.reader import TensorSource
 from autoround_fp8.device import peak_memory_bytes, release_memory
 from autoround_fp8.layer_plan import LinearPlan
@@ -26,7 +27,7 @@ from autoround_fp8.models.patches import swapped_forwards
 from autoround_fp8.nn.observers import AbsMaxObserver
 from autoround_fp8.nn.second_moments import SecondMoments
 from autoround_fp8.plan import QuantizationPlan
-from autoround_fp8.records import BlockReport, LayerReport, QuantizedLinear
+from autoround_fp8.records import BlockInputs, BlockReport, CacheReport, CacheScales, LayerReport, QuantizedLinear
 
 
 class LinearSink(Protocol):
@@ -34,6 +35,9 @@ class LinearSink(Protocol):
 
     def put(self, linear: QuantizedLinear) -> None:
         """Takes one layer; its tensors are on the CPU."""
+
+    def put_cache_scales(self, scales: CacheScales) -> None:
+        """Takes the KV-cache scales of one block."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +108,9 @@ class BlockwiseCompressor:
                 # Also experts that stay in 16 bit: how many tokens they saw is part of the report.
                 watched = dict.fromkeys(name for linear in linears for name in (linear.module, *linear.siblings))
                 modules = {name: skeleton.model.get_submodule(name) for name in watched}
-                statistics, outputs = self._observe(block, linears, modules, calls, index)
+                cache = CacheObserver(self._plan.cached_attentions[index]) if self._plan.cached_attentions else None
+                statistics, outputs = self._observe(block, linears, modules, calls, index, cache)
+                cache_report = None if cache is None else self._put_cache_scales(cache, index, sink)
                 expert_tokens = self._quantizer.check_experts(linears, statistics.ranges)
                 quantized: Iterable[tuple[QuantizedLinear, LayerReport]]
                 quantized = self._quantizer.quantize(linears, modules, statistics)
@@ -140,6 +146,7 @@ class BlockwiseCompressor:
                 layers=tuple(layer_reports),
                 expert_tokens=expert_tokens,
                 tuning=tuning,
+                cache=cache_report,
             )
             reports.append(report)
             on_block(report)
@@ -152,6 +159,7 @@ class BlockwiseCompressor:
         modules: Mapping[str, nn.Module],
         calls: CapturedCalls,
         index: int,
+        cache: CacheObserver | None,
     ) -> tuple[BlockStatistics, list[torch.Tensor]]:
         num_tokens = sum(batch.numel() for batch in self._batches)
         observer = AbsMaxObserver()
@@ -159,10 +167,17 @@ class BlockwiseCompressor:
         with_moments = {name: modules[name] for name in self._quantizer.modules_with_moments(linears)}
         count = len(self._batches)
         with observer.attached(modules), moments.attached(with_moments):
-            outputs = self._run(block, calls, index, range(count))
+            outputs = self._run(block, calls, index, range(count), watch=None if cache is None else cache.watch)
         with observer.attached(modules, is_counted=False):
-            outputs += self._run(block, calls, index, range(count, len(calls.calls)))
+            watch = None if cache is None else partial(cache.watch, is_counted=False)
+            outputs += self._run(block, calls, index, range(count, len(calls.calls)), watch=watch)
         return BlockStatistics(ranges=observer.ranges, moments=moments), outputs
+
+    def _put_cache_scales(self, cache: CacheObserver, index: int, sink: LinearSink) -> CacheReport:
+        key, value = cache.ranges(self._plan.skeleton.block_names[index])
+        scales, report = self._quantizer.cache_scales(self._plan.cached_attentions[index], key, value)
+        sink.put_cache_scales(scales)
+        return report
 
     def _run_quantized(
         self,
@@ -184,12 +199,16 @@ class BlockwiseCompressor:
         index: int,
         batches: range,
         hidden_states: Sequence[torch.Tensor] | None = None,
+        watch: Callable[[BlockInputs], BlockInputs] | None = None,
     ) -> list[torch.Tensor]:
-        """The block's outputs of some batches; `hidden_states` replace those that it is called with."""
+        """The block's outputs of some batches; `hidden_states` replace those that it is called with.
+
+        `watch` makes a watched call of each.
+        """
         inputs = [calls.inputs(b, index) for b in batches]
         if hidden_states is not None:
             inputs = [replace(one, hidden_states=other) for one, other in zip(inputs, hidden_states, strict=True)]
-        return [run_block(block, one, self._device) for one in inputs]
+        return [run_block(block, one if watch is None else watch(one), self._device) for one in inputs]
 
     def _run_with(
         self,

@@ -13,6 +13,7 @@ from autoround_fp8.schemes import QuantizationScheme
 ALGORITHMS = ("rtn", "mse", "gptq", "signround")
 MOE_INPUT_SCALES = ("shared", "per_expert")
 UNSEEN_EXPERTS = ("max", "error")
+KV_DTYPES = ("fp8", "float8_e4m3fn")
 CALIBRATION_DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 # Whole numbers -> the least that makes sense.
@@ -78,6 +79,7 @@ class QuantizeConfig:
         unseen_experts: "max": an expert without calibration tokens gets the layer's largest input range; "error": stop.
         keep_layers: How many of the most harmful layers stay in 16 bit; what engines fuse counts as one.
         target_kl: KL to the original, on calibration tokens, to be reached with as few bytes in 16 bit as it takes.
+        static_kv_dtype: "fp8" = a scale for the keys and one for the values of each block's KV cache; None = none.
         device: Device word: cpu, cuda, a GPU number, auto.
         calibration_dtype: dtype of the calibration forward; auto = the model's, or float32 where 16 bit is emulated.
         format: Name of the checkpoint format, or of several, comma list.
@@ -107,6 +109,7 @@ class QuantizeConfig:
     unseen_experts: str = "max"
     keep_layers: int = 0
     target_kl: float | None = None
+    static_kv_dtype: str | None = None
     device: str | int = "auto"
     calibration_dtype: str = "auto"
     format: str = "fp8_static"
@@ -139,6 +142,10 @@ class QuantizeConfig:
             value = values[name]
             if value not in accepted:
                 raise ConfigError(f"{name} {value!r} is unknown; choose from {', '.join(accepted)}")
+        if self.static_kv_dtype is not None and self.static_kv_dtype not in KV_DTYPES:
+            raise ConfigError(
+                f"static_kv_dtype {self.static_kv_dtype!r} is not supported; choose from {', '.join(KV_DTYPES)}"
+            )
         self._check_target_kl()
 
     def _check_target_kl(self) -> None:

@@ -24,6 +24,12 @@ from autoround_fp8.config import QuantizeConfig
 from autoround_fp8.errors import CheckpointError, ConfigError
 from autoround_fp8.export import FormatSink, collect_side_files
 from autoround_fp8.formats.base import EXPERT_NAME, CheckpointFormat, ParsedQuantization, SchemeTable
+from autoround_fp8.formats.kv_cache import (
+    CACHE_SCALE,
+    cache_scale_names,
+    decode_cache_scales,
+    is_static_fp8_cache,
+)
 from autoround_fp8.formats.table import get_formats, normalized_formats, parse_quantization
 from autoround_fp8.model_card import CARD_FILE, SOURCE_CARD_FILE
 from autoround_fp8.model_source import ModelSource
@@ -31,7 +37,7 @@ from autoround_fp8.models.skeleton import build_skeleton, load_config, source_dt
 from autoround_fp8.numerics.fp8 import dequantize_fp8
 from autoround_fp8.pipeline import REPORT_SCHEMA, ExportSummary, write_formats
 from autoround_fp8.plan import PlannedExport, QuantizationPlan, make_plan
-from autoround_fp8.records import QuantizedLinear
+from autoround_fp8.records import CacheScales, QuantizedLinear
 from autoround_fp8.schemes import QuantizationScheme
 
 logger = logging.getLogger(__name__)
@@ -60,6 +66,7 @@ class ExportedSource:
         self._reader = reader
         self._format = checkpoint_format
         self._dtype = dtype
+        self.kv_cache_scheme = parsed.kv_cache_scheme
         self.schemes: dict[str, QuantizationScheme] = {}
         self._entries: dict[str, TensorEntry] = {}
         for name, entry in reader.entries.items():
@@ -71,13 +78,16 @@ class ExportedSource:
                 self.schemes[fqn] = dataclasses.replace(scheme, data_type="fp", act_data_type="fp")
                 entry = dataclasses.replace(entry, dtype=DTYPE_NAMES[dtype], stored_dtype=entry.dtype)
             self._entries[name] = entry
+        if self.kv_cache_scheme is not None:
+            for name in [name for name in self._entries if CACHE_SCALE.search(name)]:
+                del self._entries[name]
         for fqn in self.schemes:
             for part in ("weight_scale", "input_scale"):
                 self._entries.pop(f"{fqn}.{part}", None)
 
     @property
     def entries(self) -> dict[str, TensorEntry]:
-        """Every tensor but the scales of FP8 weights, by name."""
+        """Every tensor but the scales of FP8 weights and of the KV cache, by name."""
         return self._entries
 
     @property
@@ -94,6 +104,15 @@ class ExportedSource:
         names = (f"{fqn}.{part}" for part in ("weight", "weight_scale", "input_scale"))
         tensors = {name: self._reader.read(name) for name in names if name in self._reader.entries}
         return self._format.decode(fqn, self.schemes[fqn], tensors)
+
+    def cache_scales(self, fqn: str) -> CacheScales:
+        """The KV-cache scales of an attention as they are stored.
+
+        Raises:
+            CheckpointError: If one is missing or no positive number.
+        """
+        names = [name for pair in cache_scale_names(fqn).values() for name in pair]
+        return decode_cache_scales(fqn, {n: self._reader.read(n) for n in names if n in self._reader.entries})
 
     def read(self, name: str, index: int | None = None) -> torch.Tensor:
         """A tensor; an FP8 weight dequantised."""
@@ -157,11 +176,16 @@ def convert_checkpoint(
     folder = locate_checkpoint(model)
     raw_config, model_config = load_config(folder, trust_remote_code=trust_remote_code)
     checkpoint_format, parsed = _parse(str(model), raw_config)
+    without = [f.name for f in formats if not f.has_cache_scales]
+    if parsed.kv_cache_scheme is not None and without:
+        raise ConfigError(
+            f"{str(model)!r} has KV-cache scales, which format {without[0]!r} does not hold; llm_compressor does"
+        )
     dtype = source_dtype(dict(raw_config))
     tensors = ExportedSource(CheckpointReader(folder), checkpoint_format, parsed, dtype)
     skeleton = build_skeleton(model_config, tensors.entries, dtype, trust_remote_code=trust_remote_code)
-    config = _settings(tensors.schemes, normalized_formats(format), max_shard_size, overwrite)
     try:
+        config = _settings(tensors, normalized_formats(format), max_shard_size, overwrite)
         plan = make_plan(config, skeleton, tensors, *formats)
     except ConfigError as e:
         raise ConfigError(f"{str(model)!r} cannot be converted from {checkpoint_format.name} as it is: {e}") from e
@@ -180,6 +204,8 @@ def convert_checkpoint(
     def fill(sink: FormatSink) -> None:
         for fqn in schemes:
             sink.put(tensors.layer(fqn))
+        for fqn in plan.cached_attentions:
+            sink.put_cache_scales(tensors.cache_scales(fqn))
 
     def report(export: PlannedExport, _: None) -> dict[str, Any]:
         return _report(old, source.name, checkpoint_format.name, plan, export)
@@ -209,10 +235,11 @@ def _parse(model: str, raw_config: Mapping[str, Any]) -> tuple[CheckpointFormat,
     return parse_quantization(block)
 
 
-def _settings(
-    schemes: Mapping[str, QuantizationScheme], formats: str, max_shard_size: str | int, overwrite: bool
-) -> QuantizeConfig:
+def _settings(tensors: ExportedSource, formats: str, max_shard_size: str | int, overwrite: bool) -> QuantizeConfig:
     """Settings under which a plan gives every layer the scheme that it has."""
+    schemes, cache = tensors.schemes, tensors.kv_cache_scheme
+    if cache is not None and not is_static_fp8_cache(cache):
+        raise ConfigError(f"its kv_cache_scheme {dict(cache)} is not one static FP8 scale each for keys and values")
     if not schemes:
         raise CheckpointError("config.json has a quantization_config, but no tensor is FP8")
     dense = {fqn: scheme for fqn, scheme in schemes.items() if not EXPERT_NAME.fullmatch(fqn)}
@@ -226,6 +253,7 @@ def _settings(
     return QuantizeConfig(
         scheme=default,
         layer_config={**others, **table.entries(lambda scheme: True)},
+        static_kv_dtype=None if cache is None else "fp8",
         format=formats,
         max_shard_size=max_shard_size,
         overwrite=overwrite,

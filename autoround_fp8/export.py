@@ -14,8 +14,9 @@ from typing import Any
 from autoround_fp8.checkpoint.writer import CONFIG_FILE, REPORT_FILE, CheckpointWriter
 from autoround_fp8.errors import CheckpointError
 from autoround_fp8.formats.base import CheckpointFormat
+from autoround_fp8.formats.kv_cache import encode_cache_scales
 from autoround_fp8.model_card import CARD_FILE, SOURCE_CARD_FILE
-from autoround_fp8.records import QuantizedLinear
+from autoround_fp8.records import CacheScales, QuantizedLinear
 
 logger = logging.getLogger(__name__)
 
@@ -37,16 +38,27 @@ class FormatSink:
             for name, tensor in checkpoint_format.encode(linear, dtype).items():
                 writer.write(name, tensor)
 
+    def put_cache_scales(self, scales: CacheScales) -> None:
+        """Writes the KV-cache scales of one block."""
+        for writer, _ in self._targets:
+            for name, tensor in encode_cache_scales(scales).items():
+                writer.write(name, tensor)
+
 
 class MemorySink:
     """Keeps the layers; they are a quarter to half the size of the model they came from."""
 
     def __init__(self) -> None:
         self.layers: dict[str, QuantizedLinear] = {}
+        self.cache_scales: list[CacheScales] = []
 
     def put(self, linear: QuantizedLinear) -> None:
         """Keeps one layer."""
         self.layers[linear.fqn] = linear
+
+    def put_cache_scales(self, scales: CacheScales) -> None:
+        """Keeps the KV-cache scales of one block."""
+        self.cache_scales.append(scales)
 
 
 def exported_config(raw_config: Mapping[str, Any], block: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -87,9 +87,13 @@ def _rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     calibration = report.get("calibration")
     if calibration is not None and calibration["samples"]:
         yield "calibration", "; ".join(calibration["sources"])
-    layers = [layer for block in report.get("blocks", ()) for layer in block["layers"]]
+    blocks = report.get("blocks", ())
+    layers = [layer for block in blocks for layer in block["layers"]]
     if layers:
         yield "layers in FP8", str(len(layers))
+    caches = sum(block.get("cache") is not None for block in blocks)
+    if caches:
+        yield "KV cache", f"calibrated FP8 E4M3 scales, one for keys and one for values, in {caches} blocks"
     kept = report.get("ignored")
     if kept:
         more = f" and {len(kept) - _SHOWN_LAYERS} more" if len(kept) > _SHOWN_LAYERS else ""

@@ -18,7 +18,9 @@ from autoround_fp8.checkpoint.reader import TensorSource
 from autoround_fp8.config import QuantizeConfig
 from autoround_fp8.errors import CheckpointError, ConfigError, UnsupportedModelError
 from autoround_fp8.formats.base import CheckpointFormat, SchemeTable
+from autoround_fp8.formats.kv_cache import planned_cache_scales
 from autoround_fp8.layer_plan import LayerPlanner, LinearPlan
+from autoround_fp8.models.attention import cached_attentions
 from autoround_fp8.models.skeleton import Skeleton
 from autoround_fp8.schemes import UNQUANTIZED, QuantizationScheme, SchemeResolver, matches_layer
 
@@ -50,12 +52,14 @@ class QuantizationPlan:
         exceptions: Checkpoint name, or regular expression for all experts of a layer -> scheme, of the linears in the
             blocks that differ from the default scheme and of other matrices that stay as they are.
         exports: What is written, one per format.
+        cached_attentions: Checkpoint name of each block's attention, if the KV cache gets scales; else empty.
     """
 
     skeleton: Skeleton
     blocks: tuple[tuple[LinearPlan, ...], ...]
     exceptions: Mapping[str, QuantizationScheme]
     exports: tuple[PlannedExport, ...]
+    cached_attentions: tuple[str, ...] = ()
 
     @property
     def layout(self) -> ExportLayout:
@@ -69,8 +73,8 @@ class QuantizationPlan:
 
     @property
     def needs_calibration(self) -> bool:
-        """Whether any layer's input scale is to be measured."""
-        return any(not linear.scheme.act_dynamic for linear in self.quantized)
+        """Whether any layer's input scale, or a scale of the KV cache, is to be measured."""
+        return bool(self.cached_attentions) or any(not linear.scheme.act_dynamic for linear in self.quantized)
 
 
 def make_plan(
@@ -79,10 +83,11 @@ def make_plan(
     """Decides what happens to every layer and tensor.
 
     Raises:
-        ConfigError: If nothing would be quantised, fused layers disagree, or a format cannot hold a scheme.
+        ConfigError: If nothing would be quantised, fused layers disagree, or a format cannot hold a scheme or scales.
         CheckpointError: If a weight is not what its layer needs, or a source tensor would be lost.
-        UnsupportedModelError: If a layer cannot be mapped to one source tensor.
+        UnsupportedModelError: If a layer cannot be mapped to one source tensor, or the KV cache cannot have scales.
     """
+    attentions = _cached_attentions(config, skeleton, formats)
     resolver = SchemeResolver(config.scheme, config.layer_config, config.ignore_layers)
     planner = LayerPlanner(
         skeleton,
@@ -116,11 +121,12 @@ def make_plan(
         schemes=schemes,
         also_kept=_kept_besides(skeleton, linears),
         block_prefixes=tuple(prefixes),
+        has_cache_scales=bool(attentions),
     )
     exports = []
     for checkpoint_format in formats:
         checkpoint_format.validate({linear.fqn: linear.scheme for linear in linears})
-        made = _made_tensors(checkpoint_format, skeleton, source, quantized)
+        made = _made_tensors(checkpoint_format, skeleton, source, quantized, attentions)
         clash = sorted(({t.name for t in made} - consumed) & set(source.entries))
         if clash:
             raise CheckpointError(f"the source already has a tensor {clash[0]!r}, which the export would replace")
@@ -131,8 +137,27 @@ def make_plan(
                 quantization_config=_described(checkpoint_format, table, linears),
             )
         )
-    exceptions = table.entries(lambda scheme: scheme != config.scheme)
-    return QuantizationPlan(skeleton=skeleton, blocks=blocks, exceptions=exceptions, exports=tuple(exports))
+    return QuantizationPlan(
+        skeleton=skeleton,
+        blocks=blocks,
+        exceptions=table.entries(lambda scheme: scheme != config.scheme),
+        exports=tuple(exports),
+        cached_attentions=attentions,
+    )
+
+
+def _cached_attentions(
+    config: QuantizeConfig, skeleton: Skeleton, formats: Sequence[CheckpointFormat]
+) -> tuple[str, ...]:
+    if config.static_kv_dtype is None:
+        return ()
+    for checkpoint_format in formats:
+        if not checkpoint_format.has_cache_scales:
+            raise ConfigError(
+                f"format {checkpoint_format.name!r} holds no KV-cache scales, which static_kv_dtype "
+                f"{config.static_kv_dtype!r} asks for; choose format llm_compressor, or leave out static_kv_dtype"
+            )
+    return cached_attentions(skeleton)
 
 
 def _made_tensors(
@@ -140,9 +165,10 @@ def _made_tensors(
     skeleton: Skeleton,
     source: TensorSource,
     quantized: Mapping[str, LinearPlan],
+    attentions: Sequence[str],
 ) -> list[PlannedTensor]:
-    """The tensors that quantised layers become."""
-    made = []
+    """The tensors that quantised layers become, and the scales of the KV cache."""
+    made = [tensor for fqn in attentions for tensor in planned_cache_scales(fqn)]
     for fqn, linear in quantized.items():
         experts, tensor = skeleton.experts.get(linear.experts), f"{fqn}.weight"
         if experts is not None and experts.is_fused:

@@ -32,6 +32,21 @@ class QuantizedLinear:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CacheScales:
+    """The scales by which engines code the keys and values of one attention in an FP8 cache.
+
+    Attributes:
+        fqn: Name of the attention module in the source checkpoint.
+        k_scale: Dequantisation multiplier of the keys as they are cached, float32 `[1]`.
+        v_scale: The same of the values.
+    """
+
+    fqn: str
+    k_scale: torch.Tensor
+    v_scale: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
 class BlockInputs:
     """What one decoder block is called with for one batch of samples.
 
@@ -76,6 +91,27 @@ class LayerReport:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CacheReport:
+    """What was seen of the keys and values that one attention puts into its cache.
+
+    Attributes:
+        fqn: Name of the attention module in the source checkpoint.
+        k_amax: Largest absolute key as it is cached, after norm and rotary embedding, probes included.
+        v_amax: Largest absolute value, probes included.
+        k_scale: The exported scale of the keys.
+        v_scale: The exported scale of the values.
+        num_tokens: Calibration tokens that were seen; probe tokens do not count.
+    """
+
+    fqn: str
+    k_amax: float
+    v_amax: float
+    k_scale: float
+    v_scale: float
+    num_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class TuningReport:
     """How gradient tuning of one block went.
 
@@ -92,7 +128,8 @@ class TuningReport:
 class BlockReport:
     """What happened to one decoder block: seconds, peak memory in bytes, its layers, and its tuning if there was any.
 
-    `expert_tokens`: experts module -> calibration tokens that each of its experts saw.
+    `expert_tokens`: experts module -> calibration tokens that each of its experts saw. `cache`: the scales of its KV
+    cache, None if there are none.
     """
 
     fqn: str
@@ -101,3 +138,4 @@ class BlockReport:
     layers: tuple[LayerReport, ...]
     expert_tokens: dict[str, list[int]] = field(default_factory=dict)
     tuning: TuningReport | None = None
+    cache: CacheReport | None = None

@@ -24,7 +24,6 @@ logger = logging.getLogger(__name__)
 REFUSED_OPTIONS = {
     "--enable_torch_compile": "tuning runs without torch.compile in this version",
     "--quant_lm_head": "the output layer always stays in 16 bit in this version",
-    "--static_kv_dtype": "KV-cache scales are not written by this version",
 }
 
 _SCHEME_FIELDS = ("bits", "group_size", "data_type", "act_bits", "act_group_size", "act_data_type")
@@ -69,6 +68,7 @@ def add_quantize_parser(subparsers: Any) -> None:
     group.add_argument("--disable_act_dynamic", action="store_true", help=argparse.SUPPRESS)
     group.add_argument("--layer_config", help="JSON text or file: layer name or pattern -> scheme")
     group.add_argument("--ignore_layers", "--fp_layers", default="", help="layers that stay in 16 bit, comma list")
+    group.add_argument("--static_kv_dtype", help="fp8: scales of an FP8 KV cache too (format llm_compressor)")
     _add_tuning_options(parser)
     group = parser.add_argument_group("evaluation after quantising")
     group.add_argument("--tasks", "--task", default="", help="lm-eval tasks, comma list")
@@ -163,6 +163,7 @@ def config_from_args(args: argparse.Namespace) -> QuantizeConfig:
         unseen_experts=args.unseen_experts,
         keep_layers=args.keep_layers,
         target_kl=args.target_kl,
+        static_kv_dtype=args.static_kv_dtype,
         device=args.device,
         calibration_dtype=args.calibration_dtype,
         format=normalized_formats(args.format),

@@ -31,12 +31,14 @@ class SchemeTable:
         also_kept: Further Linears that stay in 16 bit: those outside the blocks, and the names that transformers has
             for kept ones where it calls them otherwise.
         block_prefixes: Checkpoint names of the block lists (`model.layers`).
+        has_cache_scales: Whether there are scales of the KV cache.
     """
 
     default: QuantizationScheme
     schemes: Mapping[str, QuantizationScheme]
     also_kept: tuple[str, ...]
     block_prefixes: tuple[str, ...]
+    has_cache_scales: bool = False
 
     def entries(self, wanted: Callable[[QuantizationScheme], bool]) -> dict[str, QuantizationScheme]:
         """The matrices with certain schemes; where the experts of a layer are all alike, as one regular expression."""
@@ -72,12 +74,14 @@ class ParsedQuantization:
         names: Exact layer name -> its scheme.
         patterns: Patterns as of `matches_layer` with their schemes; the first that matches counts.
         default: Scheme of the Linears that nothing names.
+        kv_cache_scheme: How the KV cache is quantised, in compressed-tensors' words; None = not at all.
     """
 
     format: str
     names: Mapping[str, QuantizationScheme]
     patterns: tuple[tuple[str, QuantizationScheme], ...]
     default: QuantizationScheme
+    kv_cache_scheme: Mapping[str, Any] | None = None
 
     def resolve(self, fqn: str) -> QuantizationScheme:
         """The scheme of the Linear with this checkpoint name."""
@@ -95,6 +99,7 @@ class CheckpointFormat(Protocol):
         has_channel_scales: Whether weights may have a scale per output channel.
         splits_fused_experts: Whether experts that are one tensor in the source become one per expert.
         writes_config_file: Whether its consumers also read a quantization_config.json.
+        has_cache_scales: Whether its consumers read scales of the KV cache.
     """
 
     name: str
@@ -102,6 +107,7 @@ class CheckpointFormat(Protocol):
     has_channel_scales: bool
     splits_fused_experts: bool
     writes_config_file: bool
+    has_cache_scales: bool
 
     def keeps(self, fqn: str) -> bool:
         """Whether the format's consumers need this layer in 16 bit."""

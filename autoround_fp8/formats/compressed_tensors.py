@@ -2,13 +2,13 @@
 
 A linear: `X.weight` float8_e4m3fn `[out, in]`, `X.weight_scale` float32 `[out, 1]`/`[1]` and, with static inputs,
 `X.input_scale` float32 `[1]`. config.json groups layers by scheme; what stays in 16 bit is listed under `ignore`.
+Scales of the KV cache are in `kv_cache.py`.
 Source: compressed-tensors 0.19, quantization/quant_config.py and quant_scheme.py; vLLM 0.33,
 quantization/compressed_tensors.
 """
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -26,11 +26,10 @@ from autoround_fp8.formats.base import (
     is_pattern,
 )
 from autoround_fp8.formats.fp8_tensors import decode_fp8_linear, encode_fp8, planned_fp8
+from autoround_fp8.formats.kv_cache import KV_CACHE_SCHEME
 from autoround_fp8.numerics.granularity import PER_CHANNEL, PER_TENSOR, PER_TOKEN
 from autoround_fp8.records import QuantizedLinear
 from autoround_fp8.schemes import UNQUANTIZED, QuantizationScheme, matches_layer, validate_scheme
-
-logger = logging.getLogger(__name__)
 
 _METHOD = "compressed-tensors"
 _FORMAT = "float-quantized"
@@ -45,6 +44,7 @@ class CompressedTensorsFormat:
     has_channel_scales = True
     splits_fused_experts = True
     writes_config_file = False
+    has_cache_scales = True
 
     def keeps(self, fqn: str) -> bool:
         """The matrices of latent attention that engines join or take apart."""
@@ -88,7 +88,7 @@ class CompressedTensorsFormat:
                 for number, (scheme, targets) in enumerate(_groups(table))
             },
             "ignore": [*(_ignored(entry) for entry in kept), *table.also_kept],
-            "kv_cache_scheme": None,
+            "kv_cache_scheme": dict(KV_CACHE_SCHEME) if table.has_cache_scales else None,
         }
 
     def parse(self, block: Mapping[str, Any]) -> ParsedQuantization | None:
@@ -102,10 +102,6 @@ class CompressedTensorsFormat:
         for key in ("sparsity_config", "transform_config"):
             if block.get(key):
                 raise CheckpointError(f"{key} of the compressed-tensors config is not supported")
-        if block.get("kv_cache_scheme"):
-            logger.warning(
-                "the checkpoint has KV-cache scales, which this package does not apply: its cache is not FP8"
-            )
         groups = block.get("config_groups")
         if not isinstance(groups, Mapping) or not groups:
             raise CheckpointError("the compressed-tensors config has no config_groups")
@@ -122,7 +118,13 @@ class CompressedTensorsFormat:
                     patterns.append((target, scheme))
                 elif not any(matches_layer(pattern, target) for pattern, _ in ignored_patterns):
                     names.setdefault(target, scheme)  # what is ignored, by name or pattern, stays so
-        return ParsedQuantization(format=self.name, names=names, patterns=tuple(patterns), default=default)
+        return ParsedQuantization(
+            format=self.name,
+            names=names,
+            patterns=tuple(patterns),
+            default=default,
+            kv_cache_scheme=block.get("kv_cache_scheme") or None,
+        )
 
 
 def _groups(table: SchemeTable) -> list[tuple[QuantizationScheme, list[str]]]:

@@ -26,6 +26,7 @@ class FakeFormat:
     has_channel_scales = True
     splits_fused_experts = False
     writes_config_file = False
+    has_cache_scales = False
 
     def keeps(self, fqn: str) -> bool:
         """No layer must stay as it is."""

@@ -32,6 +32,7 @@ class Fp8Format:
     has_channel_scales = False
     splits_fused_experts = True
     writes_config_file = False
+    has_cache_scales = False
 
     def keeps(self, fqn: str) -> bool:
         """The matrices of latent attention that engines join or take apart."""

@@ -33,6 +33,7 @@ class Fp8StaticFormat:
     has_channel_scales = True
     splits_fused_experts = True
     writes_config_file = True
+    has_cache_scales = False
 
     def keeps(self, fqn: str) -> bool:
         """No layer must stay in 16 bit: Intel's loader runs every layer as a plain linear."""

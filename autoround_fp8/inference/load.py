@@ -59,7 +59,8 @@ def load_quantized_model(
 
     Returns:
         The model in eval mode. Its `save_pretrained` writes the same tensors again, in the checkpoint's dtypes, and
-        refuses a model that holds them rounded to another dtype.
+        refuses a model that holds them rounded to another dtype. Its KV cache is not FP8: scales for that are left
+        alone.
 
     Raises:
         CheckpointError: If the checkpoint is not quantised, damaged, or its tensors do not agree with its config.
@@ -72,6 +73,8 @@ def load_quantized_model(
     if not block:
         raise CheckpointError(f"{str(folder)!r} is not quantised: its config.json has no quantization_config")
     checkpoint_format, parsed = parse_quantization(block)
+    if parsed.kv_cache_scheme is not None:
+        logger.info("the checkpoint has KV-cache scales, which this package does not apply: its cache is not FP8")
     reader = CheckpointReader(folder)
     model_dtype = _model_dtype(dtype, raw_config)
     names = [name for name in reader.names if not name.endswith(SCALES)]

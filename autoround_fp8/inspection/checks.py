@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from autoround_fp8.formats.base import EXPERT_NAME
+from autoround_fp8.formats.kv_cache import CACHE_SCALE, is_static_fp8_cache
 from autoround_fp8.inspection.contents import NATIVE_FP8, NO_LABEL, Contents, Matrix, Scale
 from autoround_fp8.models.families import FUSED_GROUPS, NEVER_QUANTIZED
 from autoround_fp8.numerics.granularity import PER_CHANNEL
@@ -37,6 +38,7 @@ def find_all(contents: Contents) -> tuple[Finding, ...]:
         *_damage(contents),
         *_scale_faults(contents),
         *_config_faults(contents),
+        *_cache_findings(contents),
         *_oddities(contents),
     ]
     return tuple(sorted((f for f in found if f.names), key=lambda f: not f.is_fault))
@@ -146,6 +148,29 @@ def _config_faults(contents: Contents) -> Iterator[Finding]:
     yield Finding(is_fault=True, what="input scales, but config.json says inputs are dynamic", names=tuple(needless))
 
 
+def _cache_findings(contents: Contents) -> Iterator[Finding]:
+    """What is wrong or odd about the scales of the KV cache; to have them is neither."""
+    scales, scheme = contents.cache_scales, contents.block.get("kv_cache_scheme")
+    unsound = tuple(f"{s.name} ({s.low:.3g} to {s.high:.3g})" for s in scales if not s.is_sound)
+    yield Finding(is_fault=True, what="KV-cache scales that are NaN, infinite, zero or negative", names=unsound)
+    several: tuple[str, ...] = ()
+    if isinstance(scheme, Mapping) and is_static_fp8_cache(scheme):
+        several = tuple(f"{s.name} {list(s.shape)}" for s in scales if math.prod(s.shape) != 1)
+    yield Finding(is_fault=True, what="KV-cache scales of a wrong shape", names=several)
+    parts: dict[str, set[str]] = {}
+    for scale in scales:
+        owner = CACHE_SCALE.sub("", scale.name)
+        parts.setdefault(owner, set()).add(scale.name[len(owner) + 1])  # k or v
+    alone = tuple(owner for owner, found in parts.items() if len(found) == 1)
+    yield Finding(is_fault=True, what="KV-cache scales for keys or values only", names=alone)
+    if contents.label == "llm_compressor" and scales and not scheme:
+        what = "KV-cache scales, but no kv_cache_scheme in config.json: engines do not use them"
+        yield Finding(is_fault=False, what=what, names=tuple(s.name for s in scales))
+    if contents.label == "llm_compressor" and scheme and not scales:
+        what = "a kv_cache_scheme in config.json, but no KV-cache scales: engines take 1"
+        yield Finding(is_fault=False, what=what, names=("kv_cache_scheme",))
+
+
 def _oddities(contents: Contents) -> Iterator[Finding]:
     groups = [group for group in fused_groups(contents) if any(m.is_fp8 for m in group)]
     split = [g for g in groups if not all(m.is_fp8 for m in g)]
@@ -163,8 +188,6 @@ def _oddities(contents: Contents) -> Iterator[Finding]:
     yield Finding(is_fault=False, what=what, names=_joined(inputs))
     what = "fused layers with different weight scales per matrix: engines round again by the largest"
     yield Finding(is_fault=False, what=what, names=_joined(weights))
-    what = "KV-cache scales, which this package does not apply"
-    yield Finding(is_fault=False, what=what, names=contents.cache_scales)
     output = tuple(m.tensor for m in contents.matrices if m.is_fp8 and m.leaf in _OUTPUT_LAYERS)
     yield Finding(is_fault=False, what="FP8 output layers", names=output)
 

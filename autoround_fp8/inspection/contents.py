@@ -18,6 +18,7 @@ from autoround_fp8.checkpoint.source_format import is_native_fp8
 from autoround_fp8.checkpoint.writer import CONFIG_FILE
 from autoround_fp8.errors import AutoRoundError, CheckpointError
 from autoround_fp8.formats.base import ParsedQuantization
+from autoround_fp8.formats.kv_cache import CACHE_SCALE
 from autoround_fp8.formats.table import parse_quantization
 
 # Label -> quant_method of config.json; the formats' own names where this package writes the format too.
@@ -25,7 +26,6 @@ NO_LABEL, NATIVE_FP8, OTHER_LABEL = "none", "fp8 (native, dynamic)", "other"
 
 _SCALE_SUFFIX = re.compile(r"(_scale_inv|_scale)$")
 _INPUT_SCALE = ".input_scale"
-_CACHE_SCALE = re.compile(r"\.(k_scale|v_scale|k_proj\.output_scale|v_proj\.output_scale)$")
 _NOT_LINEAR = re.compile(r"(^|\.)(\w*embed(ding)?s?(_\w+)?|wte|wpe|relative_attention_bias)$")
 _LARGEST_CONFIG = 50_000_000
 
@@ -100,7 +100,7 @@ class Contents:
         entries: Every tensor.
         matrices: Those with weights.
         stray_scales: Scales whose matrix is not there or not FP8.
-        cache_scales: Names of scales of the KV cache.
+        cache_scales: Scales of the KV cache.
         file_faults: What is wrong with files and index.
         not_finite: Tensors that hold NaN, infinity or NaN codes.
     """
@@ -113,7 +113,7 @@ class Contents:
     entries: Mapping[str, TensorEntry]
     matrices: tuple[Matrix, ...]
     stray_scales: tuple[Scale, ...]
-    cache_scales: tuple[str, ...]
+    cache_scales: tuple[Scale, ...]
     file_faults: tuple[str, ...]
     not_finite: tuple[str, ...]
 
@@ -161,8 +161,8 @@ def read_contents(folder: str | Path) -> Contents:
         parse_error=parse_error,
         entries=reader.entries,
         matrices=matrices,
-        stray_scales=tuple(s for name, s in scales.items() if name not in used and not _CACHE_SCALE.search(name)),
-        cache_scales=tuple(name for name in scales if _CACHE_SCALE.search(name)),
+        stray_scales=tuple(s for name, s in scales.items() if name not in used and not CACHE_SCALE.search(name)),
+        cache_scales=tuple(scale for name, scale in scales.items() if CACHE_SCALE.search(name)),
         file_faults=tuple(faults),
         not_finite=tuple(not_finite),
     )
@@ -190,7 +190,7 @@ def _label(config: Mapping[str, Any]) -> tuple[str, ParsedQuantization | None, s
 
 def _is_scale(name: str, entries: Mapping[str, TensorEntry]) -> bool:
     """A parameter may be called `logit_scale`: certain names are scales, others if they lie beside a matrix."""
-    if name.endswith((_INPUT_SCALE, ".weight_scale", "_scale_inv")) or _CACHE_SCALE.search(name):
+    if name.endswith((_INPUT_SCALE, ".weight_scale", "_scale_inv")) or CACHE_SCALE.search(name):
         return True
     owner = entries.get(_SCALE_SUFFIX.sub("", name))
     return owner is not None and owner.name != name and len(owner.shape) > 1

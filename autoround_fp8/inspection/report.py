@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,7 @@ class Inspection:
         label: What its config.json calls it.
         layers: Its matrices by type.
         bytes_by_dtype: dtype -> bytes of all tensors of it.
-        ranges: Of weight scales and of input scales.
+        ranges: Of weight scales, of input scales and of KV-cache scales.
         findings: What is broken or odd.
         readings: Who can load it.
     """
@@ -107,11 +107,7 @@ def inspect_checkpoint(folder: str | Path) -> Inspection:
         label=contents.label,
         layers=_layer_types(contents),
         bytes_by_dtype=dict(sizes.most_common()),
-        ranges=tuple(
-            _scale_range(kind, scales)
-            for kind, part in _SCALE_KINDS.items()
-            if (scales := [s for m in contents.matrices if m.is_fp8 and (s := part(m)) is not None])
-        ),
+        ranges=tuple(_scale_range(kind, scales) for kind, scales in _scales_by_kind(contents).items() if scales),
         findings=findings,
         readings=readings(contents, findings),
     )
@@ -140,10 +136,13 @@ def format_inspection(inspection: Inspection) -> str:
     return "\n".join(lines)
 
 
-_SCALE_KINDS: dict[str, Callable[[Matrix], Scale | None]] = {
-    "weight scales": lambda matrix: matrix.weight_scale,
-    "input scales": lambda matrix: matrix.input_scale,
-}
+def _scales_by_kind(contents: Contents) -> dict[str, list[Scale]]:
+    fp8 = [matrix for matrix in contents.matrices if matrix.is_fp8]
+    return {
+        "weight scales": [m.weight_scale for m in fp8 if m.weight_scale is not None],
+        "input scales": [m.input_scale for m in fp8 if m.input_scale is not None],
+        "KV-cache scales": list(contents.cache_scales),
+    }
 
 
 def _scale_range(kind: str, scales: Sequence[Scale]) -> ScaleRange:

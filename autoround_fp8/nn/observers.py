@@ -47,13 +47,14 @@ class AbsMaxObserver:
         self.ranges: dict[str, InputRange] = {}
         self._last: tuple[torch.Tensor, int, list[float]] | None = None
 
-    def observe(self, name: str, x: torch.Tensor, *, is_counted: bool = True) -> None:
+    def observe(self, name: str, x: torch.Tensor, *, is_counted: bool = True, what: str = "input") -> None:
         """Takes one input `[..., in_features]` of the layer `name` into account.
 
         Args:
             name: The layer.
             x: Its input.
             is_counted: Whether its tokens count in `num_tokens`; they always do in the range.
+            what: What `x` is to the layer, for messages.
 
         Raises:
             NumericsError: If the input holds NaN or infinity, naming the layer.
@@ -70,7 +71,7 @@ class AbsMaxObserver:
             self._last = None if version is None else (x, version, largest)
         if not largest[0] <= torch.finfo(torch.float32).max:
             where = "during calibration" if is_counted else "in a range probe (--disable_range_probes leaves them out)"
-            raise NumericsError(f"the input of {name!r} holds NaN or infinity {where}")
+            raise NumericsError(f"the {what} of {name!r} holds NaN or infinity {where}")
         seen.amax = max(seen.amax, largest[0])
         seen.largest = sorted(seen.largest + largest, reverse=True)[:_NUM_LARGEST]
         seen.num_tokens += x.numel() // x.shape[-1] if is_counted else 0

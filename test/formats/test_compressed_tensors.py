@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from typing import Any
 
 import pytest
@@ -225,11 +224,22 @@ def test_latent_attention_stays_in_16_bit():
     assert not FORMAT.keeps(Q)
 
 
-def test_kv_cache_scales_are_not_passed_over_in_silence(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(logging.getLogger("autoround_fp8"), "propagate", True)
-    parse(LLM_COMPRESSOR)
-    assert not caplog.records
-    parse({**LLM_COMPRESSOR, "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor"}})
-    assert "its cache is not FP8" in caplog.text
+def test_the_scheme_of_the_kv_cache_is_read_as_it_is():
+    assert parse(LLM_COMPRESSOR).kv_cache_scheme is None
+    scheme = {"num_bits": 8, "type": "float", "strategy": "attn_head"}
+    assert parse({**LLM_COMPRESSOR, "kv_cache_scheme": scheme}).kv_cache_scheme == scheme
+
+
+def test_cache_scales_are_announced():
+    table = SchemeTable(
+        default=CHANNEL, schemes={Q: CHANNEL}, also_kept=(), block_prefixes=("model.layers",), has_cache_scales=True
+    )
+    block = FORMAT.quantization_config(table)
+    assert block["kv_cache_scheme"] == {
+        "num_bits": 8,
+        "type": "float",
+        "symmetric": True,
+        "dynamic": False,
+        "strategy": "tensor",
+    }
+    assert parse(block).kv_cache_scheme == block["kv_cache_scheme"]
