@@ -29,6 +29,9 @@ from autoround_fp8.nn.second_moments import SecondMoments
 from autoround_fp8.plan import QuantizationPlan
 from autoround_fp8.records import BlockInputs, BlockReport, CacheReport, CacheScales, LayerReport, QuantizedLinear
 
+# Peak memory may grow by this factor before free pieces go back to the system, which costs a new page for each again.
+_GROWTH = 1.08
+
 
 class LinearSink(Protocol):
     """Takes each quantised layer as soon as it is made."""
@@ -135,8 +138,8 @@ class BlockwiseCompressor:
             del outputs
             for batch_calls in calls.calls:
                 batch_calls[index] = ((), {})  # this block's masks and tables are not needed again
-            # What this block freed serves the next one; only when it was not enough, free pieces go back.
-            if self._device.type != "cpu" or peak_memory_bytes() > peak:
+            # What this block freed serves the next one; only when that was not nearly enough, free pieces go back.
+            if self._device.type != "cpu" or peak_memory_bytes() > _GROWTH * peak:
                 release_memory()
                 peak = peak_memory_bytes()
             report = BlockReport(
