@@ -44,6 +44,29 @@ def test_replay_equals_the_models_own_blocks(family: str) -> None:
             assert torch.equal(calls.hidden_states[number], outputs[index])
 
 
+def test_outputs_take_the_place_of_the_hidden_states() -> None:
+    model = tiny_model(dtype=torch.float32)
+    _, calls = capture(model, [torch.randint(4, 128, (2, 20)), torch.randint(4, 128, (1, 11))])
+    places = [kept.data_ptr() for kept in calls.hidden_states]
+    outputs = [torch.randn_like(calls.hidden_states[0]), torch.randn_like(calls.hidden_states[1]).double()]
+    calls.advance(outputs)
+    for kept, output in zip(calls.hidden_states, outputs, strict=True):
+        assert torch.equal(kept, output)
+        assert kept.dtype == output.dtype
+    assert calls.hidden_states[0].data_ptr() == places[0] != outputs[0].data_ptr()
+    assert calls.hidden_states[1] is outputs[1]
+
+
+def test_hidden_states_share_no_memory_with_other_arguments() -> None:
+    """Some models hand the embeddings to every block: they must not change with the hidden states."""
+    model = tiny_model(dtype=torch.float32)
+    embedded: list[torch.Tensor] = []
+    model.model.embed_tokens.register_forward_hook(lambda module, args, out: embedded.append(out))
+    _, calls = capture(model, [torch.randint(4, 128, (2, 20))])
+    assert torch.equal(calls.hidden_states[0], embedded[-1])
+    assert calls.hidden_states[0].data_ptr() != embedded[-1].data_ptr()
+
+
 def test_equal_masks_and_rotary_tables_are_kept_once() -> None:
     model = tiny_model("gemma3_text", dtype=torch.float32)
     _, calls = capture(model, [torch.randint(4, 128, (2, 20)) for _ in range(3)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import logging
 from pathlib import Path
@@ -157,6 +158,21 @@ def test_a_run_from_the_command_line(capsys: pytest.CaptureFixture[str], tmp_pat
     assert torch.isfinite(logits).all()
     assert main([*words, "--device", "cpu"]) == 2
     assert "--overwrite" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("was_enabled", [True, False])
+def test_garbage_is_collected_again_after_a_run_that_failed(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, model: str, was_enabled: bool
+) -> None:
+    if not was_enabled:
+        gc.disable()
+    try:
+        assert main([model, "--output_dir", str(tmp_path / "out"), "--dataset", str(tmp_path / "none.json")]) != 0
+        assert gc.isenabled() == was_enabled
+    finally:
+        gc.enable()
+        gc.unfreeze()
+    assert "none.json" in capsys.readouterr().err
 
 
 def test_unknown_tasks_are_found_before_the_work(
