@@ -134,8 +134,8 @@ class BlockQuantizer:
         for group in _by_input(linears, statistics.moments):
             factor = self._factor(group[0], statistics.moments)
             algorithm = "gptq" if factor is not None else "rtn" if self._algorithm == "rtn" else "mse"
-            costs = self._column_weights(group[0], statistics.moments)
-            scales = [self._scale(linear, weights, algorithm, costs) for linear in group]
+            column_weights = self._column_weights(group[0], statistics.moments)
+            scales = [self._scale(linear, weights, algorithm, column_weights) for linear in group]
             own = [weights[linear.fqn] for linear in group]
             if factor is None:
                 codes = [quantize_fp8(weight, scale) for weight, scale in zip(own, scales, strict=True)]

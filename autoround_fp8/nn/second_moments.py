@@ -71,14 +71,10 @@ def _add_products(total: torch.Tensor, rows: torch.Tensor) -> None:
     In strips of columns, each as long as its part of the triangle: little more than half of the work.
     """
     num_features = total.shape[0]
-    for start in range(0, num_features, _width(num_features)):
-        end = min(start + _width(num_features), num_features)
+    width = -(-num_features // 256) * 64  # a quarter of all, in multiples of what matrix products are fast for
+    for start in range(0, num_features, width):
+        end = min(start + width, num_features)
         total[:end, start:end].addmm_(rows[:, :end].t(), rows[:, start:end])
-
-
-def _width(num_features: int) -> int:
-    """Columns of a strip: a quarter of all, in multiples of what matrix products are fast for."""
-    return -(-num_features // 256) * 64
 
 
 class SecondMoments:
