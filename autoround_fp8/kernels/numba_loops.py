@@ -1,64 +1,39 @@
 """The CPU kernel's inner loops, compiled by Numba: FP8 decode, input rounding, and a product for few tokens.
 
-Numba is optional; `cpu.py` imports this module only where it is installed and has the same loops in plain torch. The
-loops run on this module's own threads, not on Numba's: two OpenMP pools in one process (torch's and Numba's) spin
-against each other and turn a loop of 1 ms into one of 8.
+`cpu.py` imports this module only where Numba is installed and has the same loops in plain torch.
 
 Numba types `int32 op int32` as int64, hence the many `_I32(...)`: without them the loops do not vectorise to 32 bits.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import numba
 import numpy as np
 import torch
 
+from autoround_fp8.numerics.compiled import Threads, compiled
 from autoround_fp8.numerics.fp8 import FP8_MAX
 
 _I32 = np.int32
 _F32 = np.float32
 _MAX = _F32(FP8_MAX)
 
-# Least elements per thread: below this, waking a thread costs more than it saves.
-_GRAIN = 1 << 20
 
-
-def _compiled(*flags: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """`numba.njit` without the GIL, cached on disk where a place can be written.
-
-    Args:
-        flags: LLVM fast-math flags; none at all by default, so rounding is IEEE.
-    """
-
-    def compile_later(function: Callable[..., Any]) -> Callable[..., Any]:
-        options: dict[str, Any] = {"nogil": True, "fastmath": set(flags)}
-        try:
-            return numba.njit(cache=True, **options)(function)
-        except RuntimeError:  # "no locator available": neither the package nor the user's cache folder is writable
-            return numba.njit(**options)(function)
-
-    return compile_later
-
-
-@_compiled()
+@compiled()
 def _float_bits(value: Any) -> Any:
     # Numba can only reinterpret a variable with a single definition, so both casts are functions of their own.
     x = _F32(value)
     return x.view(_I32)
 
 
-@_compiled()
+@compiled()
 def _bits_float(bits: Any) -> Any:
     x = _I32(bits)
     return x.view(_F32)
 
 
-@_compiled("contract")
+@compiled("contract")
 def _decode(code: Any) -> Any:
     """The float32 value of an E4M3FN code given as int8 (NaN codes give 480); no float32 subnormal is ever touched.
 
@@ -73,7 +48,7 @@ def _decode(code: Any) -> Any:
     return _bits_float(_I32(_float_bits(smallest) | _I32(u & _I32(-0x80000000))))
 
 
-@_compiled()
+@compiled()
 def _round_to_fp8(value: Any, scale: Any) -> Any:
     """`quantize_fp8(value, scale)` as a float32, bit for bit; see `cpu.round_to_fp8_values` for the method."""
     q = _F32(value / scale)
@@ -87,31 +62,31 @@ def _round_to_fp8(value: Any, scale: Any) -> Any:
     return _bits_float(_I32(_float_bits(rounded) | _I32(bits & _I32(-0x80000000))))
 
 
-@_compiled()
+@compiled()
 def _decode_float32(codes: Any, out: Any) -> None:
     for i in range(codes.size):
         out[i] = _decode(codes[i])
 
 
-@_compiled()
+@compiled()
 def _decode_bfloat16(codes: Any, out: Any) -> None:
     for i in range(codes.size):
         out[i] = np.int16(_float_bits(_decode(codes[i])) >> _I32(16))
 
 
-@_compiled()
+@compiled()
 def _round_float32(x: Any, scale: Any, out: Any) -> None:
     for i in range(x.size):
         out[i] = _round_to_fp8(x[i], scale)
 
 
-@_compiled()
+@compiled()
 def _round_bfloat16(x: Any, scale: Any, out: Any) -> None:
     for i in range(x.size):
         out[i] = np.int16(_float_bits(_round_to_fp8(x[i], scale)) >> _I32(16))
 
 
-@_compiled("reassoc", "contract")
+@compiled("reassoc", "contract")
 def _product(x: Any, codes: Any, out: Any) -> None:
     """`out[row, token] = decode(codes) @ x.T` for one token, or tokens in fours. Sums are reordered, NaN stays NaN."""
     num_rows, num_columns = codes.shape
@@ -144,8 +119,7 @@ class NumbaLoops:
     max_fused_tokens = 8
 
     def __init__(self) -> None:
-        self._pool: ThreadPoolExecutor | None = None
-        self._pool_pid = 0
+        self._threads = Threads()
 
     def decode_into(self, codes: torch.Tensor, out: torch.Tensor) -> None:
         """Writes the values of the int8 `codes` into `out`, bfloat16 or float32; both contiguous, same size."""
@@ -153,7 +127,7 @@ class NumbaLoops:
             (_decode_bfloat16, out.view(torch.int16)) if out.dtype == torch.bfloat16 else (_decode_float32, out)
         )
         source_array, target_array = codes.view(-1).numpy(), target.view(-1).numpy()
-        self._split(lambda a, b: loop(source_array[a:b], target_array[a:b]), codes.numel(), codes.numel())
+        self._threads.split(lambda a, b: loop(source_array[a:b], target_array[a:b]), codes.numel(), codes.numel())
 
     def round_to_fp8_values(self, x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """As `cpu.round_to_fp8_values`."""
@@ -161,7 +135,7 @@ class NumbaLoops:
         loop, target = (_round_bfloat16, out.view(torch.int16)) if dtype == torch.bfloat16 else (_round_float32, out)
         source_array, target_array = x.float().contiguous().view(-1).numpy(), target.view(-1).numpy()
         step = _F32(scale.item())
-        self._split(lambda a, b: loop(source_array[a:b], step, target_array[a:b]), x.numel(), x.numel())
+        self._threads.split(lambda a, b: loop(source_array[a:b], step, target_array[a:b]), x.numel(), x.numel())
         return out
 
     def product(self, x: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
@@ -180,24 +154,5 @@ class NumbaLoops:
         out = torch.empty(codes.shape[0], x.shape[0])
         x_array, codes_array, out_array = x.numpy(), codes.numpy(), out.numpy()
         work = codes.numel() * -(-num_tokens // 4)
-        self._split(lambda a, b: _product(x_array, codes_array[a:b], out_array[a:b]), codes.shape[0], work)
+        self._threads.split(lambda a, b: _product(x_array, codes_array[a:b], out_array[a:b]), codes.shape[0], work)
         return out[:, :num_tokens].t()
-
-    def _split(self, task: Callable[[int, int], None], length: int, work: int) -> None:
-        """Runs `task(begin, end)` over `range(length)`, on several threads if `work` (in elements) is worth it."""
-        num_threads = min(torch.get_num_threads(), work // _GRAIN, length)
-        if num_threads <= 1:  # a small layer must not pay for threads
-            task(0, length)
-            return
-        bounds = [length * i // num_threads for i in range(num_threads + 1)]
-        waiting = [self._threads().submit(task, bounds[i], bounds[i + 1]) for i in range(1, num_threads)]
-        task(bounds[0], bounds[1])
-        for future in waiting:
-            future.result()
-
-    def _threads(self) -> ThreadPoolExecutor:
-        # Threads do not survive a fork: a child process needs a pool of its own.
-        if self._pool is None or self._pool_pid != os.getpid():
-            self._pool = ThreadPoolExecutor(max_workers=os.cpu_count() or 1, thread_name_prefix="fp8-loops")
-            self._pool_pid = os.getpid()
-        return self._pool

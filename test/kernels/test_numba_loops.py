@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 import torch
@@ -15,6 +13,7 @@ from autoround_fp8.kernels.reference import reference_linear
 from autoround_fp8.numerics.fp8 import FP8_DTYPE, quantize_fp8, sqnr_db
 
 pytest.importorskip("numba")
+compiled = pytest.importorskip("autoround_fp8.numerics.compiled")
 numba_loops = pytest.importorskip("autoround_fp8.kernels.numba_loops")
 
 LOOPS = numba_loops.NumbaLoops()
@@ -101,7 +100,7 @@ def test_nan_in_one_token_reaches_all_of_its_outputs_and_no_others(num_tokens: i
 
 @pytest.fixture
 def many_small_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(numba_loops, "_GRAIN", 64)
+    monkeypatch.setattr(compiled, "_GRAIN", 64)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
 
 
@@ -122,30 +121,6 @@ def test_callers_in_several_threads_do_not_disturb_each_other() -> None:
         found = list(pool.map(lambda x: kernel.linear(x, codes, torch.ones(1), torch.ones(1), None), inputs * 4))
     for i, y in enumerate(found):
         assert torch.allclose(y, reference_linear(inputs[i % 8], codes, torch.ones(1), torch.ones(1), None), rtol=1e-5)
-
-
-@pytest.mark.usefixtures("many_small_threads")
-def test_a_forked_child_gets_threads_of_its_own() -> None:
-    loops = numba_loops.NumbaLoops()
-    codes, x = random_codes(64, 64), torch.ones(1, 64)
-    loops.product(x, codes.view(torch.int8))
-    child = os.fork()
-    if child == 0:
-        found = loops.product(x, codes.view(torch.int8))  # would wait for ever on the parent's threads
-        os._exit(0 if bool(torch.isfinite(found).all()) else 1)
-    assert os.waitpid(child, 0)[1] == 0
-
-
-def test_functions_compile_where_no_cache_can_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    njit = numba_loops.numba.njit
-
-    def njit_without_cache(*arguments: Any, cache: bool = False, **options: Any) -> Any:
-        if cache:
-            raise RuntimeError("cannot cache function: no locator available for file")
-        return njit(*arguments, **options)
-
-    monkeypatch.setattr(numba_loops.numba, "njit", njit_without_cache)
-    assert numba_loops._compiled()(lambda x: x + 1)(41) == 42
 
 
 def test_numba_is_chosen_where_it_is() -> None:

@@ -7,6 +7,7 @@ import torch
 
 from autoround_fp8.numerics.fp8 import dequantize_fp8, quantize_fp8
 from autoround_fp8.schemes import QuantizationScheme
+from autoround_fp8.tuning import scale_search
 from autoround_fp8.tuning.rtn import absmax_scale
 from autoround_fp8.tuning.scale_search import search_scale
 
@@ -71,3 +72,15 @@ def test_zeros_and_tiny_values(scheme: QuantizationScheme) -> None:
 def test_16_bit_weights_are_searched_in_float32() -> None:
     w = weight().bfloat16()
     assert torch.equal(search_scale(w, CHANNEL), search_scale(w.float(), CHANNEL))
+
+
+def test_without_numba_the_search_is_coarser_but_no_worse_than_the_largest_value(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    w = weight()
+    fine, tensor = search_scale(w, CHANNEL), search_scale(w, TENSOR)
+    monkeypatch.setattr(scale_search, "numba_search", None)
+    coarse = search_scale(w, CHANNEL)
+    assert bool((errors(w, coarse) <= errors(w, absmax_scale(w, CHANNEL))).all())
+    assert float(errors(w, coarse).sum()) > float(errors(w, fine).sum())
+    assert torch.equal(search_scale(w, TENSOR), tensor)
