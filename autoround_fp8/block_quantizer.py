@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -16,14 +16,15 @@ from autoround_fp8.errors import NumericsError
 from autoround_fp8.layer_plan import LinearPlan
 from autoround_fp8.nn.observers import InputRange
 from autoround_fp8.nn.second_moments import SecondMoments
+from autoround_fp8.nn.shared_inputs import InputSamples, SharedInputs
 from autoround_fp8.numerics.fp8 import amax_to_scale, dequantize_fp8, quantize_fp8, sqnr_db
 from autoround_fp8.numerics.granularity import PER_TENSOR
 from autoround_fp8.records import CacheReport, CacheScales, LayerReport, QuantizedLinear, TuningReport
 from autoround_fp8.tuning.cache_scales import make_cache_scales
-from autoround_fp8.tuning.error_compensation import CompensationFactor, compensate, factorise
+from autoround_fp8.tuning.error_compensation import compensate, factorise
 from autoround_fp8.tuning.input_ranges import DYNAMIC, input_amax
 from autoround_fp8.tuning.rtn import absmax_scale
-from autoround_fp8.tuning.scale_search import search_scale
+from autoround_fp8.tuning.scale_search import search_input_scale, search_scale
 from autoround_fp8.tuning.signround import RunBlock, TunableLayer, tune_block
 
 logger = logging.getLogger(__name__)
@@ -31,8 +32,13 @@ logger = logging.getLogger(__name__)
 # Calibration tokens per input feature that go into a second moment, if there are as many. With 4, KL on Gemma3-270M was
 # 13 % higher on news than with all of 32 x 512 tokens.
 _TOKENS_PER_FEATURE = 32
+# Tokens by which an input scale is chosen, spread over the calibration data.
+_SAMPLED_TOKENS = 1024
 # Second moments of experts may take this much, or half of the block in 16 bit.
 _FREE_EXPERT_BYTES = 128 << 20
+
+# Layer -> its input scale, None if that is made on the fly, and where it comes from.
+InputScales = dict[str, tuple[torch.Tensor | None, str]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,11 +47,15 @@ class BlockStatistics:
 
     Attributes:
         ranges: Module -> input range.
-        moments: Second moments of the inputs, of those layers whose algorithm needs them.
+        inputs: Which layers were given the same; the rest goes by the names of their owners.
+        moments: Second moments of the inputs, where the algorithm needs them.
+        samples: Some tokens of the inputs, if it looks at them.
     """
 
     ranges: Mapping[str, InputRange]
-    moments: SecondMoments
+    inputs: SharedInputs = field(default_factory=SharedInputs)
+    moments: SecondMoments = field(default_factory=lambda: SecondMoments({}))
+    samples: InputSamples = field(default_factory=lambda: InputSamples(1))
 
 
 class BlockQuantizer:
@@ -77,25 +87,39 @@ class BlockQuantizer:
         """Whether `tune` is to follow `quantize`."""
         return self._tuning is not None
 
-    def modules_with_moments(self, linears: Sequence[LinearPlan]) -> list[str]:
-        """Modules whose inputs' second moments are needed; experts only if those of all of them are small enough."""
-        if self._algorithm != "gptq":
-            return []
+    def statistics(
+        self, linears: Sequence[LinearPlan], num_tokens: int, ranges: Mapping[str, InputRange]
+    ) -> BlockStatistics:
+        """What is to be collected of a block's inputs, still empty.
+
+        Args:
+            linears: The layers.
+            num_tokens: Calibration tokens that will come.
+            ranges: Where the input ranges will be.
+        """
+        if self._algorithm == "rtn":
+            return BlockStatistics(ranges=ranges)
+        moments = SecondMoments(self._moment_strides(linears, num_tokens) if self._algorithm == "gptq" else {})
+        samples = InputSamples(max(1, num_tokens // _SAMPLED_TOKENS))
+        return BlockStatistics(
+            ranges=ranges, inputs=SharedInputs(moments.add, samples.add), moments=moments, samples=samples
+        )
+
+    def _moment_strides(self, linears: Sequence[LinearPlan], num_tokens: int) -> dict[str, int]:
+        """Modules whose inputs' second moments are summed -> how many tokens count for one.
+
+        Experts see few tokens and count them all, if the moments of all experts together are small enough.
+        """
         features = {linear.module: linear.shape[1] for linear in linears}
         expert_modules = {linear.module for linear in linears if linear.experts}
         needed = sum(4 * features[name] ** 2 for name in expert_modules)
         weights = sum(2 * linear.shape[0] * linear.shape[1] for linear in linears)
         if needed > max(weights // 2, _FREE_EXPERT_BYTES):
             logger.info("second moments of %d experts' inputs would take %d MB: mse", len(expert_modules), needed >> 20)
-            return [name for name in features if name not in expert_modules]
-        return list(features)
-
-    def moment_strides(self, linears: Sequence[LinearPlan], num_tokens: int) -> dict[str, int]:
-        """How many calibration tokens count for one in a layer's second moment; experts see few and count them all."""
+            features = {name: size for name, size in features.items() if name not in expert_modules}
         return {
-            linear.module: max(1, num_tokens // (_TOKENS_PER_FEATURE * linear.shape[1]))
-            for linear in linears
-            if not linear.experts
+            name: 1 if name in expert_modules else max(1, num_tokens // (_TOKENS_PER_FEATURE * size))
+            for name, size in features.items()
         }
 
     def check_experts(self, linears: Sequence[LinearPlan], ranges: Mapping[str, InputRange]) -> dict[str, list[int]]:
@@ -117,8 +141,35 @@ class BlockQuantizer:
                     logger.warning("%s; they get the largest input range of the layer's other experts", text)
         return counts
 
-    def quantize(
+    def input_scales(
         self, linears: Sequence[LinearPlan], modules: Mapping[str, torch.nn.Module], statistics: BlockStatistics
+    ) -> InputScales:
+        """The layers' input scales, one for all layers of a group; arguments as of `quantize`.
+
+        Raises:
+            NumericsError: If no token reached a layer.
+        """
+        weights = _weights(linears, modules)
+        found: InputScales = {}
+        searched: dict[tuple[str, ...], torch.Tensor] = {}
+        for linear in linears:
+            if linear.scheme.act_dynamic:
+                found[linear.fqn] = None, DYNAMIC
+                continue
+            amax, source = input_amax(linear.fqn, linear.module, linear.group, linear.siblings, statistics.ranges)
+            scale = amax_to_scale(torch.tensor([amax * self._act_headroom]))
+            if linear.group not in searched:
+                members = [other for other in linears if other.module in linear.group]
+                searched[linear.group] = _searched_input_scale(scale, members, weights, statistics)
+            found[linear.fqn] = searched[linear.group], source
+        return found
+
+    def quantize(
+        self,
+        linears: Sequence[LinearPlan],
+        modules: Mapping[str, torch.nn.Module],
+        statistics: BlockStatistics,
+        input_scales: InputScales,
     ) -> Iterator[tuple[QuantizedLinear, LayerReport]]:
         """Yields each layer with its report; layers that share an input come one after the other.
 
@@ -126,15 +177,14 @@ class BlockQuantizer:
             linears: The layers.
             modules: Module name -> Linear with its weight.
             statistics: What calibration saw.
-
-        Raises:
-            NumericsError: If no token reached a layer.
+            input_scales: What `input_scales` made of it.
         """
-        weights = {linear.fqn: _weight_of(linear, modules[linear.module]) for linear in linears}
-        for group in _by_input(linears, statistics.moments):
-            factor = self._factor(group[0], statistics.moments)
+        weights = _weights(linears, modules)
+        for group in _by_input(linears, statistics.inputs):
+            moment = statistics.moments.get(statistics.inputs.owner(group[0].module))
+            factor = factorise(moment.matrix()) if moment is not None and moment.is_full_rank else None
             algorithm = "gptq" if factor is not None else "rtn" if self._algorithm == "rtn" else "mse"
-            column_weights = self._column_weights(group[0], statistics.moments)
+            column_weights = None if moment is None else moment.column_weights()
             scales = [self._scale(linear, weights, algorithm, column_weights) for linear in group]
             own = [weights[linear.fqn] for linear in group]
             if factor is None:
@@ -145,7 +195,7 @@ class BlockQuantizer:
                 codes = list(compensate(torch.cat(own), torch.cat(by_row), factor).split(rows))
             for linear, weight, code, scale in zip(group, own, codes, scales, strict=True):
                 bias = modules[linear.module].bias
-                input_scale, source = self._input_scale(linear, statistics.ranges)
+                input_scale, source = input_scales[linear.fqn]
                 layer = QuantizedLinear(
                     fqn=linear.fqn,
                     weight=code.cpu(),
@@ -168,12 +218,6 @@ class BlockQuantizer:
                         algorithm=algorithm,
                     ),
                 )
-
-    def _input_scale(self, linear: LinearPlan, ranges: Mapping[str, InputRange]) -> tuple[torch.Tensor | None, str]:
-        if linear.scheme.act_dynamic:
-            return None, DYNAMIC
-        amax, source = input_amax(linear.fqn, linear.module, linear.group, linear.siblings, ranges)
-        return amax_to_scale(torch.tensor([amax * self._act_headroom])), source
 
     def cache_scales(self, fqn: str, key: InputRange, value: InputRange) -> tuple[CacheScales, CacheReport]:
         """The scales of an attention's KV cache, with the same room as input scales."""
@@ -199,7 +243,7 @@ class BlockQuantizer:
         if self._tuning is None or not linears:
             return list(quantized), None
         starts = {layer.fqn: (layer, report) for layer, report in quantized}
-        weights = {linear.fqn: _weight_of(linear, modules[linear.module]) for linear in linears}
+        weights = _weights(linears, modules)
         tunable = [
             TunableLayer(
                 start=starts[linear.fqn][0],
@@ -216,14 +260,6 @@ class BlockQuantizer:
             return list(quantized), report
         return [(layer, _tuned_report(starts[layer.fqn][1], weights[layer.fqn], layer)) for layer in layers], report
 
-    def _factor(self, linear: LinearPlan, moments: SecondMoments) -> CompensationFactor | None:
-        moment = moments.get(linear.module) if self._algorithm == "gptq" else None
-        return factorise(moment.matrix()) if moment is not None and moment.is_full_rank else None
-
-    def _column_weights(self, linear: LinearPlan, moments: SecondMoments) -> torch.Tensor | None:
-        moment = moments.get(linear.module) if self._algorithm == "gptq" else None
-        return None if moment is None else moment.column_weights()
-
     def _scale(
         self,
         linear: LinearPlan,
@@ -235,6 +271,10 @@ class BlockQuantizer:
         if algorithm == "rtn":
             return absmax_scale(weight, linear.scheme, fused)
         return search_scale(weight, linear.scheme, column_weights, fused)
+
+
+def _weights(linears: Sequence[LinearPlan], modules: Mapping[str, torch.nn.Module]) -> dict[str, torch.Tensor]:
+    return {linear.fqn: _weight_of(linear, modules[linear.module]) for linear in linears}
 
 
 def _weight_of(linear: LinearPlan, module: torch.nn.Module) -> torch.Tensor:
@@ -252,8 +292,27 @@ def _tuned_report(report: LayerReport, weight: torch.Tensor, layer: QuantizedLin
     )
 
 
-def _by_input(linears: Sequence[LinearPlan], moments: SecondMoments) -> list[list[LinearPlan]]:
+def _searched_input_scale(
+    smallest: torch.Tensor,
+    members: Sequence[LinearPlan],
+    weights: Mapping[str, torch.Tensor],
+    statistics: BlockStatistics,
+) -> torch.Tensor:
+    """The input scale of a group, `smallest` if there are no samples."""
+    samples: dict[str, torch.Tensor] = {}
+    costs: dict[str, torch.Tensor] = {}
+    for linear in members:
+        owner = statistics.inputs.owner(linear.module)
+        rows = samples[owner] if owner in samples else statistics.samples.get(owner)
+        if rows is not None:
+            cost = torch.linalg.vector_norm(weights[linear.fqn], dim=0, dtype=torch.float32).square_()
+            samples[owner], costs[owner] = rows, costs[owner] + cost if owner in costs else cost
+    return search_input_scale(smallest, [(samples[name], costs[name]) for name in samples]) if samples else smallest
+
+
+def _by_input(linears: Sequence[LinearPlan], inputs: SharedInputs) -> list[list[LinearPlan]]:
     groups: dict[str, list[LinearPlan]] = {}
     for linear in linears:
-        groups.setdefault(moments.owner(linear.module) or linear.fqn, []).append(linear)
+        # An expert's gate and up are one module, and without moments each layer stands alone.
+        groups.setdefault(inputs.owner(linear.module), []).append(linear)
     return list(groups.values())

@@ -25,7 +25,6 @@ from autoround_fp8.device import peak_memory_bytes, release_memory
 from autoround_fp8.layer_plan import LinearPlan
 from autoround_fp8.models.patches import swapped_forwards
 from autoround_fp8.nn.observers import AbsMaxObserver
-from autoround_fp8.nn.second_moments import SecondMoments
 from autoround_fp8.plan import QuantizationPlan
 from autoround_fp8.records import BlockInputs, BlockReport, CacheReport, CacheScales, LayerReport, QuantizedLinear
 
@@ -116,7 +115,8 @@ class BlockwiseCompressor:
                 cache_report = None if cache is None else self._put_cache_scales(cache, index, sink)
                 expert_tokens = self._quantizer.check_experts(linears, statistics.ranges)
                 quantized: Iterable[tuple[QuantizedLinear, LayerReport]]
-                quantized = self._quantizer.quantize(linears, modules, statistics)
+                input_scales = self._quantizer.input_scales(linears, modules, statistics)
+                quantized = self._quantizer.quantize(linears, modules, statistics, input_scales)
                 tuning = None
                 if self._quantizer.is_tuning:
                     references = outputs[:count]
@@ -166,15 +166,15 @@ class BlockwiseCompressor:
     ) -> tuple[BlockStatistics, list[torch.Tensor]]:
         num_tokens = sum(batch.numel() for batch in self._batches)
         observer = AbsMaxObserver()
-        moments = SecondMoments(self._quantizer.moment_strides(linears, num_tokens))
-        with_moments = {name: modules[name] for name in self._quantizer.modules_with_moments(linears)}
+        statistics = self._quantizer.statistics(linears, num_tokens, observer.ranges)
+        quantized = {linear.module: modules[linear.module] for linear in linears}
         count = len(self._batches)
-        with observer.attached(modules), moments.attached(with_moments):
+        with observer.attached(modules), statistics.inputs.attached(quantized):
             outputs = self._run(block, calls, index, range(count), watch=None if cache is None else cache.watch)
         with observer.attached(modules, is_counted=False):
             watch = None if cache is None else partial(cache.watch, is_counted=False)
             outputs += self._run(block, calls, index, range(count, len(calls.calls)), watch=watch)
-        return BlockStatistics(ranges=observer.ranges, moments=moments), outputs
+        return statistics, outputs
 
     def _put_cache_scales(self, cache: CacheObserver, index: int, sink: LinearSink) -> CacheReport:
         key, value = cache.ranges(self._plan.skeleton.block_names[index])

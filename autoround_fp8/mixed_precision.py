@@ -15,8 +15,9 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+from torch import nn
 
-from autoround_fp8.block_quantizer import BlockQuantizer, BlockStatistics
+from autoround_fp8.block_quantizer import BlockQuantizer, BlockStatistics, InputScales
 from autoround_fp8.block_walk import BlockWalk, simulated_forwards
 from autoround_fp8.calibration.block_inputs import run_block
 from autoround_fp8.calibration.dataset import make_batches
@@ -26,8 +27,7 @@ from autoround_fp8.device import release_memory
 from autoround_fp8.errors import ConfigError, NumericsError
 from autoround_fp8.layer_plan import LinearPlan
 from autoround_fp8.models.patches import swapped_forwards
-from autoround_fp8.nn.observers import AbsMaxObserver, InputRange
-from autoround_fp8.nn.second_moments import SecondMoments
+from autoround_fp8.nn.observers import AbsMaxObserver
 from autoround_fp8.numerics.token_kl import kl_per_token, piece_length
 from autoround_fp8.plan import QuantizationPlan
 from autoround_fp8.records import QuantizedLinear
@@ -257,7 +257,7 @@ class HarmMeter:
         with torch.no_grad():
             self._calls = self._walk.capture(batches)
         self._inputs = self._calls.hidden_states
-        self._ranges: dict[str, InputRange] = {}
+        self._input_scales: InputScales = {}
         self._original: Stream = []
         self._kl_of_all = math.nan
 
@@ -305,18 +305,25 @@ class HarmMeter:
         return self._divergence(stream)
 
     def _observe(self, groups: Sequence[LayerGroup], index: int, stream: Stream) -> Stream:
-        watched = {name for group in groups for x in group.linears for name in (x.module, *x.siblings)}
+        linears, modules = self._layers(groups)
+        watched = {name for linear in linears for name in (linear.module, *linear.siblings)}
         observer = AbsMaxObserver()
-        with observer.attached({name: self._skeleton.model.get_submodule(name) for name in sorted(watched)}):
+        statistics = self._quantizer.statistics(linears, self.num_tokens, observer.ranges)
+        observed = observer.attached({name: self._skeleton.model.get_submodule(name) for name in sorted(watched)})
+        with observed, statistics.inputs.attached(modules):
             outputs = self._run((), {}, index, stream)
-        self._ranges.update(observer.ranges)
+        self._input_scales.update(self._quantizer.input_scales(linears, modules, statistics))
         return outputs
 
     def _quantize(self, groups: Sequence[LayerGroup]) -> dict[str, QuantizedLinear]:
+        linears, modules = self._layers(groups)
+        nothing_more = BlockStatistics(ranges={})
+        quantized = self._quantizer.quantize(linears, modules, nothing_more, self._input_scales)
+        return {layer.fqn: layer for layer, _ in quantized}
+
+    def _layers(self, groups: Sequence[LayerGroup]) -> tuple[list[LinearPlan], dict[str, nn.Module]]:
         linears = [linear for group in groups for linear in group.linears]
-        modules = {linear.module: self._skeleton.model.get_submodule(linear.module) for linear in linears}
-        statistics = BlockStatistics(ranges=self._ranges, moments=SecondMoments({}))
-        return {layer.fqn: layer for layer, _ in self._quantizer.quantize(linears, modules, statistics)}
+        return linears, {linear.module: self._skeleton.model.get_submodule(linear.module) for linear in linears}
 
     def _run(
         self, groups: Sequence[LayerGroup], quantized: Mapping[str, QuantizedLinear], index: int, stream: Stream

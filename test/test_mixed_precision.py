@@ -136,7 +136,7 @@ def test_kept_layers_are_exported_as_ignored_and_reload(tmp_path: Path, family: 
     original = open_reference(source)
     for folder, expected in ((tmp_path / "plain", found["kl_before"]), (tmp_path / "out", found["kl_after"])):
         model = load_quantized_model(folder, dtype="float32", kernel="reference")
-        assert kl(original, model) == pytest.approx(expected, rel=1e-3)
+        assert kl(original, model) == pytest.approx(expected, rel=5e-3)
 
 
 def fp8_modules(folder: Path) -> set[str]:

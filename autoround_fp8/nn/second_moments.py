@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 
 import torch
-from torch import nn
-
-from autoround_fp8.nn.observers import inputs_watched
 
 
 class SecondMoment:
@@ -78,46 +74,23 @@ def _add_products(total: torch.Tensor, rows: torch.Tensor) -> None:
 
 
 class SecondMoments:
-    """Collects the second moments of several layers; layers that are given the same tensor share one.
+    """The second moments of several inputs.
 
     Args:
-        strides: Layer -> how many tokens of its input count for one: each product of a wide input costs as much as its
-            layer, and beyond some number per feature they change little. 1 for layers not named.
+        strides: The inputs -> how many tokens of them count for one: each product of a wide input costs as much as its
+            layer, and beyond some number per feature they change little.
     """
 
-    def __init__(self, strides: Mapping[str, int] | None = None) -> None:
-        self._strides = strides or {}
+    def __init__(self, strides: Mapping[str, int]) -> None:
+        self._strides = strides
         self._moments: dict[str, SecondMoment] = {}
-        self._owners: dict[str, str] = {}
-        self._last: tuple[torch.Tensor, str] | None = None
 
-    def owner(self, name: str) -> str | None:
-        """Name of the layer under whose name the moment of `name` is kept; None for a layer without any token."""
-        return self._owners.get(name)
+    def add(self, name: str, x: torch.Tensor) -> None:
+        """Takes one input `[..., in]` into account; names that are not to be summed change nothing."""
+        if name in self._strides:
+            rows = x.reshape(-1, x.shape[-1])
+            self._moments.setdefault(name, SecondMoment(x.shape[-1])).add(rows[:: self._strides[name]])
 
     def get(self, name: str) -> SecondMoment | None:
-        """The moment of a layer's input, None if no token reached it."""
-        owner = self._owners.get(name)
-        return None if owner is None else self._moments[owner]
-
-    def observe(self, name: str, x: torch.Tensor) -> None:
-        """Takes one input `[..., in]` of the layer `name` into account."""
-        if x.numel() == 0:
-            return
-        if self._last is not None and self._last[0] is x and self._owners.get(name, self._last[1]) == self._last[1]:
-            self._owners[name] = self._last[1]
-            return
-        if self._owners.setdefault(name, name) != name:
-            raise RuntimeError(f"{name!r} shares its input with {self._owners[name]!r} in some calls only")
-        rows = x.reshape(-1, x.shape[-1])
-        self._moments.setdefault(name, SecondMoment(x.shape[-1])).add(rows[:: self._strides.get(name, 1)])
-        self._last = (x, name)
-
-    @contextmanager
-    def attached(self, modules: Mapping[str, nn.Module]) -> Iterator[None]:
-        """Observes the given layers for the duration of the context."""
-        try:
-            with inputs_watched(modules, self.observe):
-                yield
-        finally:
-            self._last = None
+        """The moment of an input, None if no token of it came."""
+        return self._moments.get(name)

@@ -21,9 +21,15 @@ _threads = Threads()
 
 @compiled()
 def _rounding_error(value: Any) -> Any:
-    """`round_to_four_bits(value) - value`; without fast-math flags, which would make it 0."""
+    """`round_to_fp8(value) - value`; without fast-math flags, which would make it 0.
+
+    Four significant bits (Dekker, 1971), or, for FP8's subnormals, multiples of 2^-9, the last bit of 1.5 * 2^14.
+    """
     scaled = _F32(value * _F32(2.0**20 + 1.0))
-    return _F32(_F32(scaled - _F32(scaled - value)) - value)
+    normal = _F32(scaled - _F32(scaled - value))
+    subnormal = _F32(_F32(value + _F32(1.5 * 2.0**14)) - _F32(1.5 * 2.0**14))
+    rounded = normal if abs(value) >= _F32(2.0**-6) else subnormal
+    return _F32(rounded - value)
 
 
 @compiled("reassoc", "contract")

@@ -1,4 +1,4 @@
-"""Weight scales by least squared error instead of by the largest value alone.
+"""Scales by least squared error instead of by the largest value alone.
 
 FP8 is a floating point format: multiplying a scale by two changes no rounding but that of the smallest values. So one
 octave above the scale that just holds the largest value has every rounding there is, and nothing saturates.
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from autoround_fp8.numerics.fp8 import amax_to_scale, round_to_four_bits
+from autoround_fp8.numerics.fp8 import amax_to_scale, round_to_fp8
 from autoround_fp8.numerics.granularity import PER_TENSOR, weight_amax
 from autoround_fp8.schemes import QuantizationScheme
 
@@ -44,16 +44,34 @@ def search_scale(
     Returns:
         Float32 `[out, 1]` or `[1]`, bfloat16-representable; never smaller than round to nearest takes.
     """
-    is_compiled = numba_search is not None and weight.device.type == "cpu"
     if scheme.group_size == PER_TENSOR:
         together = list(fused) or [weight]
         amax = torch.stack([weight_amax(w, PER_TENSOR) for w in together]).amax(dim=0)
         scales = _candidates(amax_to_scale(amax)[None], _FEW_STEPS)
-        totals = [_errors(w, scales.expand(w.shape[0], -1), column_weights, is_compiled).sum(0) for w in together]
+        totals = [_errors(w, scales.expand(w.shape[0], -1), column_weights).sum(0) for w in together]
         return scales[0, torch.stack(totals).sum(0).argmin()].reshape(1)
-    steps = _ALL_STEPS if is_compiled or weight.device.type != "cpu" else _FEW_STEPS
+    steps = _ALL_STEPS if _is_compiled(weight) or weight.device.type != "cpu" else _FEW_STEPS
     scales = _candidates(amax_to_scale(weight_amax(weight, scheme.group_size)), steps)
-    return scales.gather(1, _errors(weight, scales, column_weights, is_compiled).argmin(dim=1, keepdim=True))
+    return scales.gather(1, _errors(weight, scales, column_weights).argmin(dim=1, keepdim=True))
+
+
+def search_input_scale(smallest: torch.Tensor, inputs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    """The static scale of least squared error of what the layers make of their inputs, within an octave.
+
+    Rare huge inputs, like those of a sequence's first token, are nearly constant: whether they fall on an FP8 value or
+    between two decides much of the error.
+
+    Args:
+        smallest: Float32 `[1]`, bfloat16-representable: holds the largest input.
+        inputs: Per distinct input, tokens of it `[tokens, in]`, and what an error in each column costs, float32 `[in]`:
+            the sum of squares of that column of the weights.
+
+    Returns:
+        Float32 `[1]`, bfloat16-representable, at least `smallest` and below twice that.
+    """
+    scales = _candidates(smallest[None], _FEW_STEPS)
+    totals = [_errors(rows, scales.expand(rows.shape[0], -1).to(rows.device), costs).sum(0) for rows, costs in inputs]
+    return scales[0, torch.stack(totals).sum(0).argmin().cpu()].reshape(1)
 
 
 def _candidates(smallest: torch.Tensor, steps: int) -> torch.Tensor:
@@ -63,12 +81,15 @@ def _candidates(smallest: torch.Tensor, steps: int) -> torch.Tensor:
     return (smallest.view(torch.int32) + offsets).view(torch.float32)
 
 
-def _errors(
-    weight: torch.Tensor, scales: torch.Tensor, column_weights: torch.Tensor | None, is_compiled: bool
-) -> torch.Tensor:
+def _is_compiled(x: torch.Tensor) -> bool:
+    return numba_search is not None and x.device.type == "cpu"
+
+
+def _errors(weight: torch.Tensor, scales: torch.Tensor, column_weights: torch.Tensor | None) -> torch.Tensor:
     """Squared error of each row under each of its scales, float64 `[out, steps]`: their squares may leave float32."""
     costs = torch.ones(weight.shape[1], device=weight.device) if column_weights is None else column_weights
-    errors = numba_search.row_errors(weight, scales, costs) if is_compiled else _row_errors(weight, scales, costs)
+    measure = numba_search.row_errors if _is_compiled(weight) else _row_errors
+    errors = measure(weight, scales, costs)
     return errors.double() * scales.double().square()
 
 
@@ -80,6 +101,5 @@ def _row_errors(weight: torch.Tensor, scales: torch.Tensor, column_weights: torc
         rows = weight[start : start + length].float()
         for step in range(scales.shape[1]):
             values = rows / scales[start : start + length, step : step + 1]
-            # No value is beyond FP8's largest, and errors of subnormals are below a thousandth of a scale.
-            errors[start : start + length, step] = round_to_four_bits(values).sub_(values).square_() @ column_weights
+            errors[start : start + length, step] = round_to_fp8(values).sub_(values).square_() @ column_weights
     return errors

@@ -1,10 +1,9 @@
-"""Second moments are sums over all tokens, shared by layers with one input, and cost nothing before they are of use."""
+"""Second moments are sums over all tokens, and cost nothing before they are of use."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 
 from autoround_fp8.nn.second_moments import SecondMoment, SecondMoments
 
@@ -84,39 +83,13 @@ def test_kept_rows_do_not_follow_later_changes() -> None:
     torch.testing.assert_close(moment.matrix(), expected)
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.down = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(input=torch.relu(self.q(x) + self.k(x)))
-
-
-@torch.no_grad()
-def test_layers_with_one_input_share_a_moment() -> None:
-    block, moments = Block(), SecondMoments()
-    with moments.attached(dict(block.named_children())):
-        for piece in inputs(4, 7):
-            block(piece)
-    block(inputs(50)[0])  # after the context nothing is seen
-    assert moments.owner("q") == moments.owner("k") == "q"
-    assert moments.get("q") is moments.get("k")
-    assert moments.owner("down") == "down"
-    assert moments.get("down").num_tokens == moments.get("q").num_tokens == 11
-
-
-def test_a_layer_without_tokens_has_none() -> None:
-    moments = SecondMoments()
-    moments.observe("expert", torch.empty(0, 6))
-    assert moments.get("expert") is None
-    assert moments.owner("expert") is None
-
-
-def test_an_input_shared_in_some_calls_only_is_an_error() -> None:
-    moments = SecondMoments()
-    x, y = inputs(4, 4)
-    moments.observe("a", x)
-    moments.observe("b", x)
-    with pytest.raises(RuntimeError, match="'b' shares its input with 'a' in some calls only"):
-        moments.observe("b", y)
+def test_only_the_named_inputs_are_summed_with_their_strides() -> None:
+    moments = SecondMoments({"q": 2, "down": 1})
+    (x,) = inputs(10)
+    for name in ("q", "down", "gate"):
+        moments.add(name, x)
+    assert moments.get("q").num_tokens == 5
+    assert moments.get("down").num_tokens == 10
+    assert moments.get("gate") is None
+    assert SecondMoments({"q": 1}).get("q") is None
+    torch.testing.assert_close(moments.get("down").matrix(), x.t() @ x)

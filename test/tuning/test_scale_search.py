@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autoround_fp8.numerics.fp8 import dequantize_fp8, quantize_fp8
+from autoround_fp8.numerics.fp8 import amax_to_scale, dequantize_fp8, quantize_fp8
 from autoround_fp8.schemes import QuantizationScheme
 from autoround_fp8.tuning import scale_search
 from autoround_fp8.tuning.rtn import absmax_scale
-from autoround_fp8.tuning.scale_search import search_scale
+from autoround_fp8.tuning.scale_search import search_input_scale, search_scale
 
 CHANNEL, TENSOR = QuantizationScheme(), QuantizationScheme(group_size=0)
 
@@ -84,3 +84,42 @@ def test_without_numba_the_search_is_coarser_but_no_worse_than_the_largest_value
     assert bool((errors(w, coarse) <= errors(w, absmax_scale(w, CHANNEL))).all())
     assert float(errors(w, coarse).sum()) > float(errors(w, fine).sum())
     assert torch.equal(search_scale(w, TENSOR), tensor)
+
+
+def input_error(x: torch.Tensor, costs: torch.Tensor, scale: torch.Tensor) -> float:
+    return float(((dequantize_fp8(quantize_fp8(x, scale), scale) - x).double().square() @ costs.double()).sum())
+
+
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_an_input_scale_leaves_the_least_error_of_its_octave(
+    is_compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_compiled:
+        monkeypatch.setattr(scale_search, "numba_search", None)
+    x, costs = weight(rows=100, columns=64), torch.rand(64)
+    x[::20, 3] = 300.0  # nearly constant, and most of the error unless it falls on a value of FP8
+    other, other_costs = weight(rows=30, columns=20, seed=1), torch.rand(20)
+    smallest = amax_to_scale(torch.tensor([640.0]))
+    found = search_input_scale(smallest, [(x, costs), (other, other_costs)])
+    assert found.shape == (1,)
+    assert torch.equal(found, found.bfloat16().float())
+    assert float(smallest) <= float(found) < 2 * float(smallest)
+
+    def total(scale: torch.Tensor) -> float:
+        return input_error(x, costs, scale) + input_error(other, other_costs, scale)
+
+    bits = smallest.view(torch.int32)
+    octave = [(bits + (step << 19)).view(torch.float32) for step in range(16)]
+    assert total(found) <= 1.0001 * min(total(scale) for scale in octave)
+    assert total(found) < 0.5 * total(smallest)
+
+
+def test_inputs_too_small_for_a_scale_are_counted_as_lost() -> None:
+    smallest = amax_to_scale(torch.tensor([1000.0]))
+    x = torch.full((50, 8), 0.9 * float(smallest) * 2.0**-9)  # rounds to the smallest code, or, further up, to nothing
+    assert torch.equal(search_input_scale(smallest, [(x, torch.ones(8))]), smallest)
+
+
+def test_16_bit_inputs_are_searched_in_float32() -> None:
+    x, costs, smallest = weight().bfloat16(), torch.ones(300), amax_to_scale(torch.tensor([9.0]))
+    assert torch.equal(search_input_scale(smallest, [(x, costs)]), search_input_scale(smallest, [(x.float(), costs)]))
