@@ -56,10 +56,10 @@ def search_scale(
 
 
 def search_input_scale(smallest: torch.Tensor, inputs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-    """The static scale of least squared error of what the layers make of their inputs, within an octave.
+    """The static scale, within an octave, of least squared error of what layers make of their inputs.
 
-    Rare huge inputs, like those of a sequence's first token, are nearly constant: whether they fall on an FP8 value or
-    between two decides much of the error.
+    Each token's error counts relative to that token: a few tokens' inputs are a thousand times larger than others'. And
+    these are nearly constant: whether they fall on an FP8 value or between two is worth some choice.
 
     Args:
         smallest: Float32 `[1]`, bfloat16-representable: holds the largest input.
@@ -70,8 +70,12 @@ def search_input_scale(smallest: torch.Tensor, inputs: Sequence[tuple[torch.Tens
         Float32 `[1]`, bfloat16-representable, at least `smallest` and below twice that.
     """
     scales = _candidates(smallest[None], _FEW_STEPS)
-    totals = [_errors(rows, scales.expand(rows.shape[0], -1).to(rows.device), costs).sum(0) for rows, costs in inputs]
-    return scales[0, torch.stack(totals).sum(0).argmin().cpu()].reshape(1)
+    total = torch.zeros(_FEW_STEPS, dtype=torch.float64)
+    for rows, costs in inputs:
+        errors = _errors(rows, scales.to(rows.device).expand(rows.shape[0], -1), costs)
+        sizes = (rows.float().square() @ costs).double()
+        total += (errors[sizes > 0] / sizes[sizes > 0, None]).sum(0).cpu()
+    return scales[0, total.argmin()].reshape(1)
 
 
 def _candidates(smallest: torch.Tensor, steps: int) -> torch.Tensor:

@@ -87,7 +87,8 @@ def test_without_numba_the_search_is_coarser_but_no_worse_than_the_largest_value
 
 
 def input_error(x: torch.Tensor, costs: torch.Tensor, scale: torch.Tensor) -> float:
-    return float(((dequantize_fp8(quantize_fp8(x, scale), scale) - x).double().square() @ costs.double()).sum())
+    errors = (dequantize_fp8(quantize_fp8(x, scale), scale) - x).square() @ costs
+    return float((errors / (x.square() @ costs)).double().sum())
 
 
 @pytest.mark.parametrize("is_compiled", [True, False])
@@ -97,7 +98,7 @@ def test_an_input_scale_leaves_the_least_error_of_its_octave(
     if not is_compiled:
         monkeypatch.setattr(scale_search, "numba_search", None)
     x, costs = weight(rows=100, columns=64), torch.rand(64)
-    x[::20, 3] = 300.0  # nearly constant, and most of the error unless it falls on a value of FP8
+    x[::2, 3] = 300.0  # constant, and most of the error unless it falls on a value of FP8
     other, other_costs = weight(rows=30, columns=20, seed=1), torch.rand(20)
     smallest = amax_to_scale(torch.tensor([640.0]))
     found = search_input_scale(smallest, [(x, costs), (other, other_costs)])
@@ -111,13 +112,21 @@ def test_an_input_scale_leaves_the_least_error_of_its_octave(
     bits = smallest.view(torch.int32)
     octave = [(bits + (step << 19)).view(torch.float32) for step in range(16)]
     assert total(found) <= 1.0001 * min(total(scale) for scale in octave)
-    assert total(found) < 0.5 * total(smallest)
+    assert total(found) < 0.95 * total(smallest)
 
 
 def test_inputs_too_small_for_a_scale_are_counted_as_lost() -> None:
     smallest = amax_to_scale(torch.tensor([1000.0]))
     x = torch.full((50, 8), 0.9 * float(smallest) * 2.0**-9)  # rounds to the smallest code, or, further up, to nothing
     assert torch.equal(search_input_scale(smallest, [(x, torch.ones(8))]), smallest)
+
+
+def test_large_tokens_count_no_more_than_others_and_zeros_not_at_all() -> None:
+    x, smallest = weight(rows=64, columns=32), amax_to_scale(torch.tensor([9.0]))
+    found = search_input_scale(smallest, [(x, torch.ones(32))])
+    uneven = torch.cat([x[:40] * 2.0**-3, x[40:], torch.zeros(5, 32)])  # powers of two: the same roundings
+    assert torch.equal(search_input_scale(smallest, [(uneven, torch.ones(32))]), found)
+    assert torch.equal(search_input_scale(smallest, [(torch.zeros(5, 32), torch.ones(32))]), smallest)
 
 
 def test_16_bit_inputs_are_searched_in_float32() -> None:
