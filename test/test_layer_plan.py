@@ -222,7 +222,7 @@ def test_ignoring_one_experts_gate_keeps_its_up_too(warnings_of: pytest.LogCaptu
     ("family", "pattern"),
     [
         ("granitemoe", "model.layers.0.block_sparse_moe.experts.3"),
-        ("granitemoe", "w1"),
+        ("granitemoe", "gate_proj"),
         ("llama4_text", "model.layers.1.feed_forward.experts.0.up_proj"),
         ("gemma4_text", "experts.7"),
     ],

@@ -27,6 +27,7 @@ from autoround_fp8.formats.base import (
 )
 from autoround_fp8.formats.fp8_tensors import decode_fp8_linear, encode_fp8, planned_fp8
 from autoround_fp8.formats.kv_cache import KV_CACHE_SCHEME
+from autoround_fp8.models.families import EXPERT_PROJECTIONS
 from autoround_fp8.numerics.granularity import PER_CHANNEL, PER_TENSOR, PER_TOKEN
 from autoround_fp8.records import QuantizedLinear
 from autoround_fp8.schemes import UNQUANTIZED, QuantizationScheme, matches_layer, validate_scheme
@@ -144,8 +145,8 @@ def _groups(table: SchemeTable) -> list[tuple[QuantizationScheme, list[str]]]:
             continue
         if len(expert_schemes) == 1:
             # Experts that stay in 16 bit are ignored by name, so one pattern does for all layers.
-            leaves = {m[2] for fqn, s in table.schemes.items() if s.is_quantized and (m := EXPERT_NAME.fullmatch(fqn))}
-            targets = [rf"re:.*\.experts\.\d+\.({'|'.join(sorted(leaves))})$"]
+            # Under all names: vLLM, where it runs transformers' own model, asks for gate_proj though the file has w1.
+            targets = [rf"re:.*\.experts\.\d+\.({'|'.join(sorted(EXPERT_PROJECTIONS))})$"]
         else:
             targets = [f"re:{e}" if is_pattern(e) else e for e, other in experts.items() if other == scheme]
         groups.append((scheme, targets))

@@ -14,7 +14,7 @@ from autoround_fp8.numerics.granularity import PER_CHANNEL
 
 # Engines take differences below this for equal.
 _TOLERANCE = 1e-5
-_OUTPUT_LAYERS = ("lm_head", "embed_out")
+OUTPUT_LAYERS = ("lm_head", "embed_out")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +38,7 @@ def find_all(contents: Contents) -> tuple[Finding, ...]:
         *_damage(contents),
         *_scale_faults(contents),
         *_config_faults(contents),
+        *_expert_faults(contents),
         *_cache_findings(contents),
         *_oddities(contents),
     ]
@@ -46,7 +47,7 @@ def find_all(contents: Contents) -> tuple[Finding, ...]:
 
 def is_router(name: str) -> bool:
     """Whether a layer is a router or gate, which engines keep in 16 bit."""
-    return NEVER_QUANTIZED.search(name) is not None and name.rpartition(".")[2] not in _OUTPUT_LAYERS
+    return NEVER_QUANTIZED.search(name) is not None and name.rpartition(".")[2] not in OUTPUT_LAYERS
 
 
 def fused_groups(contents: Contents) -> list[list[Matrix]]:
@@ -148,6 +149,23 @@ def _config_faults(contents: Contents) -> Iterator[Finding]:
     yield Finding(is_fault=True, what="input scales, but config.json says inputs are dynamic", names=tuple(needless))
 
 
+def _expert_faults(contents: Contents) -> Iterator[Finding]:
+    """Experts that are not whole: engines leave the place of what is missing as it is, with no word."""
+    found: dict[str, set[tuple[int, str]]] = {}
+    for matrix in contents.matrices:
+        if match := EXPERT_NAME.fullmatch(matrix.name):
+            number = int(matrix.name[len(match[1]) + 1 :].partition(".")[0])
+            found.setdefault(match[1], set()).add((number, match[2]))
+    missing = [
+        f"{folder}.{number}.{leaf}"
+        for folder, experts in found.items()
+        for number in range(max(number for number, _ in experts) + 1)
+        for leaf in sorted({leaf for _, leaf in experts})
+        if (number, leaf) not in experts
+    ]
+    yield Finding(is_fault=True, what="missing experts", names=tuple(missing))
+
+
 def _cache_findings(contents: Contents) -> Iterator[Finding]:
     """What is wrong or odd about the scales of the KV cache; to have them is neither."""
     scales, scheme = contents.cache_scales, contents.block.get("kv_cache_scheme")
@@ -188,7 +206,7 @@ def _oddities(contents: Contents) -> Iterator[Finding]:
     yield Finding(is_fault=False, what=what, names=_joined(inputs))
     what = "fused layers with different weight scales per matrix: engines round again by the largest"
     yield Finding(is_fault=False, what=what, names=_joined(weights))
-    output = tuple(m.tensor for m in contents.matrices if m.is_fp8 and m.leaf in _OUTPUT_LAYERS)
+    output = tuple(m.tensor for m in contents.matrices if m.is_fp8 and m.leaf in OUTPUT_LAYERS)
     yield Finding(is_fault=False, what="FP8 output layers", names=output)
 
 

@@ -37,11 +37,11 @@ REFUSED_EXPERTS: dict[str, str] = {
 # Experts modules that are given every token times its routing score (0 if not routed), instead of ids and weights.
 SCORED_EXPERTS: frozenset[str] = frozenset({"Llama4TextExperts"})
 
-# End of a fused tensor's name in the checkpoint -> how the experts cut from it are called: the folder and the names of
-# gate, up and down that serving engines read. Others: `experts.{number}.gate_proj` ... beside the fused tensor.
-FUSED_EXPERT_NAMES: dict[str, tuple[str, tuple[str, str, str]]] = {
-    "block_sparse_moe.input_linear.weight": ("block_sparse_moe.experts", ("w1", "w3", "w2")),
-    "block_sparse_moe.output_linear.weight": ("block_sparse_moe.experts", ("w1", "w3", "w2")),
+# End of a fused tensor's name in the checkpoint -> the folder of the experts cut from it, which serving engines read
+# as `{folder}.{number}.gate_proj` ...; others: `experts` beside the fused tensor.
+FUSED_EXPERT_FOLDERS: dict[str, str] = {
+    "block_sparse_moe.input_linear.weight": "block_sparse_moe.experts",
+    "block_sparse_moe.output_linear.weight": "block_sparse_moe.experts",
 }
 
 # What the last name part of an expert's tensor stands for.

@@ -13,7 +13,7 @@ from typing import Any
 
 from autoround_fp8.checkpoint.materialize import TensorPart
 from autoround_fp8.errors import CheckpointError, UnsupportedModelError
-from autoround_fp8.models.families import EXPERT_PROJECTIONS, FUSED_EXPERT_NAMES
+from autoround_fp8.models.families import EXPERT_PROJECTIONS, FUSED_EXPERT_FOLDERS
 from autoround_fp8.models.linear_experts import FUSED_PARAMETERS, ExpertsLayout
 
 # Not str.isdigit, which is true of superscripts and other scripts' digits too.
@@ -227,14 +227,12 @@ def _is_expert_parameter(name: str, held: tuple[str, ...]) -> bool:
 
 def _names_of_fused(fused: Mapping[str, str], layout: ExpertsLayout) -> dict[tuple[int, str], str]:
     tensor = fused["down_proj"]
-    folder, leaves = "", ("gate_proj", "up_proj", "down_proj")
-    for tail, (container, names) in FUSED_EXPERT_NAMES.items():
-        if tensor.endswith(tail):
-            folder, leaves = tensor.removesuffix(tail) + container, names
     # `model.layers.0.mlp.experts.down_proj` -> `model.layers.0.mlp.experts`
-    folder = folder or tensor[: tensor.rindex("experts") + len("experts")]
-    leaf_of = dict(zip(("gate_proj", "up_proj", "down_proj"), leaves, strict=True))
-    return {(e, p): f"{folder}.{e}.{leaf_of[p]}" for e in range(layout.num_experts) for p in layout.projections}
+    folder = next(
+        (tensor.removesuffix(tail) + name for tail, name in FUSED_EXPERT_FOLDERS.items() if tensor.endswith(tail)),
+        tensor[: tensor.rfind("experts") + len("experts")],
+    )
+    return {(e, p): f"{folder}.{e}.{p}" for e in range(layout.num_experts) for p in layout.projections}
 
 
 def _single_experts(layouts: Mapping[str, ExpertsLayout]) -> list[str]:

@@ -107,7 +107,7 @@ def test_dynamic_inputs_are_said_to_be_per_token():
 def test_experts_of_another_scheme_are_one_pattern_for_all_layers():
     later = {name.replace("layers.0", "layers.7"): TENSOR for name in EXPERTS}
     block = block_of({Q: CHANNEL, **dict.fromkeys(EXPERTS, TENSOR), **later})
-    assert targets(block) == [["Linear"], [r"re:.*\.experts\.\d+\.(down_proj|up_proj)$"]]
+    assert targets(block) == [["Linear"], [r"re:.*\.experts\.\d+\.(down_proj|gate_proj|up_proj|w1|w2|w3)$"]]
     parsed = parse(block)
     assert {parsed.resolve(name).group_size for name in (*EXPERTS, *later)} == {0}
     assert parsed.resolve("model.layers.0.mlp.shared_experts.down_proj") == CHANNEL
@@ -136,7 +136,7 @@ def test_several_schemes_of_plain_layers_are_named_one_by_one():
     # The class `Linear` beside them would win for layers that engines fuse.
     schemes = {Q: CHANNEL, DOWN: TENSOR, **dict.fromkeys(EXPERTS, TENSOR)}
     block = block_of(schemes)
-    assert targets(block) == [[Q], [DOWN], [r"re:.*\.experts\.\d+\.(down_proj|up_proj)$"]]
+    assert targets(block) == [[Q], [DOWN], [r"re:.*\.experts\.\d+\.(down_proj|gate_proj|up_proj|w1|w2|w3)$"]]
     parsed = parse(block)
     for fqn, scheme in schemes.items():
         assert parsed.resolve(fqn) == scheme

@@ -35,6 +35,8 @@ EXPORTS: dict[str, tuple[str, str, str | None]] = {
     "moe_llm_compressor": ("moe", "llm_compressor", None),
     "moe_fp8": ("moe", "fp8", None),
     "moe_dynamic": ("moe", "llm_compressor", "FP8_DYNAMIC"),
+    "cache": ("dense", "llm_compressor", None),
+    "moe_cache": ("moe", "llm_compressor", None),
 }
 
 Tensors = dict[str, torch.Tensor]
@@ -63,6 +65,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
                 device="cpu",
                 algorithm="rtn",
                 format=name,
+                static_kv_dtype="fp8" if kind.endswith("cache") else None,
                 scheme=default_scheme(get_formats(name)) if scheme is None else parse_scheme(scheme),
             )
             export_run(prepare(config, open_model(folder_of(model))), folder)

@@ -96,10 +96,16 @@ def saying_per_matrix(_tensors: Any, config: dict[str, Any]) -> None:
     config["quantization_config"]["config_groups"]["group_0"]["weights"]["strategy"] = "tensor"
 
 
+def without_an_expert(tensors: dict[str, torch.Tensor], _config: Any) -> None:
+    for part in ("weight", "weight_scale", "input_scale"):
+        del tensors[f"model.layers.0.mlp.experts.3.up_proj.{part}"]
+
+
 FAULTS = [
     ("fp8_static", removed(f"{Q}.weight_scale"), "FP8 weights without a scale", f"{Q}.weight"),
     ("block", removed(f"{Q}.weight_scale_inv"), "FP8 weights without a scale", f"{Q}.weight"),
     ("fp8", removed(f"{Q}.input_scale"), "missing input scales", f"{Q}.input_scale"),
+    ("moe_fp8", without_an_expert, "missing experts", "model.layers.0.mlp.experts.3.up_proj"),
     ("llm_compressor", without_block, "FP8 weights, but no quantization_config", f"{Q}.weight"),
     *(
         (

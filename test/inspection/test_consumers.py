@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from export_damage import DAMAGE, EXPERT, Q, another_key, doubled, kept_q, shaped
 
 from autoround_fp8.inspection.checks import find_all
-from autoround_fp8.inspection.consumers import CONSUMERS, INTEL, RULES, SGLANG, THIS, TRANSFORMERS, VLLM, readings
+from autoround_fp8.inspection.consumer_rules import CONSUMERS, INTEL, SGLANG, THIS, TRANSFORMERS, VLLM
+from autoround_fp8.inspection.consumers import readings
 from autoround_fp8.inspection.contents import read_contents
-
-Q = "model.layers.0.self_attn.q_proj"
-EXPERT = "model.layers.0.mlp.experts.3."
 
 
 def readings_of(folder: Path) -> dict[str, str]:
@@ -39,6 +38,8 @@ def readings_of(folder: Path) -> dict[str, str]:
         ("fp8", (True, True, False, False, True)),
         ("moe_fp8", (True, True, False, False, True)),
         ("block", (True, True, True, None, True)),
+        ("cache", (True, True, True, False, True)),
+        ("moe_cache", (True, True, False, False, True)),
     ],
 )
 def test_who_reads_what_is_written(made: Callable[[str], Path], kind: str, expected: tuple[bool | None, ...]) -> None:
@@ -63,14 +64,6 @@ def per_matrix_dynamic(tensors: dict[str, torch.Tensor], config: dict[str, Any])
         group["weights"]["strategy"] = "tensor"
 
 
-def shaped(name: str, *shape: int) -> Any:
-    return lambda tensors, _: tensors.update({name: tensors[name].reshape(shape)})
-
-
-def doubled(name: str) -> Any:
-    return lambda tensors, _: tensors.update({name: tensors[name] * 2})
-
-
 def renamed(old: str, new: str) -> Any:
     def change(tensors: dict[str, torch.Tensor], _config: Any) -> None:
         for name in [name for name in tensors if f".{old}." in name]:
@@ -79,18 +72,8 @@ def renamed(old: str, new: str) -> Any:
     return change
 
 
-def another_key(_tensors: Any, config: dict[str, Any]) -> None:
-    config["quantization_config"]["config_groups"]["group_0"]["weights"]["clip"] = 1.0
-
-
 def gpt_oss(_tensors: Any, config: dict[str, Any]) -> None:
     config["model_type"] = "gpt_oss"
-
-
-def kept_q(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
-    tensors[f"{Q}.weight"] = tensors[f"{Q}.weight"].to(torch.bfloat16)
-    del tensors[f"{Q}.weight_scale"], tensors[f"{Q}.input_scale"]
-    config["quantization_config"]["ignore"].append(Q)
 
 
 @pytest.mark.parametrize(
@@ -108,10 +91,10 @@ def kept_q(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
         ),
         (
             "moe_llm_compressor",
-            doubled(f"{EXPERT}up_proj.input_scale"),
+            doubled(f"{EXPERT}.up_proj.input_scale"),
             {VLLM: "need the same input scale", SGLANG: "yes"},
         ),
-        ("moe_fp8", doubled(f"{EXPERT}gate_proj.input_scale"), {VLLM: "need the same input scale", THIS: "yes"}),
+        ("moe_fp8", doubled(f"{EXPERT}.gate_proj.input_scale"), {VLLM: "need the same input scale", THIS: "yes"}),
         ("moe_fp8", gpt_oss, {VLLM: "no FP8 experts for gpt_oss", SGLANG: "gpt_oss"}),
         (
             "llm_compressor",
@@ -151,6 +134,26 @@ def test_a_fact_stops_those_who_fail_for_it(planted: Any, kind: str, change: Any
         assert (found[consumer] == "yes") == (text == "yes")
 
 
+@pytest.mark.parametrize("what", DAMAGE)
+def test_damage_stops_vllm_for_one_reason(planted: Any, what: str) -> None:
+    kind, change, reason = DAMAGE[what]
+    found = readings_of(planted(kind, change))[VLLM]
+    assert (reason or "yes") in found
+    # A missing tensor also makes a layer unlike those it is fused with.
+    assert ";" not in found or "faults" in found
+
+
+@pytest.mark.parametrize(("leaf", "stopped", "other"), [("w1", VLLM, SGLANG), ("gate_proj", SGLANG, VLLM)])
+def test_engines_call_the_experts_of_granitemoe_differently(planted: Any, leaf: str, stopped: str, other: str) -> None:
+    def change(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
+        config["model_type"] = "granitemoe"
+        renamed("gate_proj", leaf)(tensors, config)
+
+    found = readings_of(planted("moe_fp8", change))
+    assert "experts of granitemoe" in found[stopped]
+    assert "granitemoe" not in found[other]
+
+
 def test_per_channel_scales_under_a_label_without_them(planted: Any) -> None:
     def change(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
         config["quantization_config"] = {
@@ -160,8 +163,3 @@ def test_per_channel_scales_under_a_label_without_them(planted: Any) -> None:
         }
 
     assert "one weight scale per matrix" in readings_of(planted("llm_compressor", change))[VLLM]
-
-
-def test_rules_name_known_consumers_once_each() -> None:
-    assert all(set(rule.consumers) <= set(CONSUMERS) and rule.reason for rule in RULES)
-    assert len({(rule.fact, rule.labels) for rule in RULES}) == len(RULES)

@@ -30,7 +30,7 @@ LAST = {
     "gemma4_text": ("model.layers.1.experts", "model.layers.1.experts"),
     "nemotron_h": ("model.layers.4.mixer.experts", "backbone.layers.4.mixer.experts"),
 }
-LEAVES = dict.fromkeys(("mixtral", "minimax_m2", "phimoe", "granitemoe"), ("w1", "w3", "w2"))
+LEAVES = dict.fromkeys(("mixtral", "minimax_m2", "phimoe"), ("w1", "w3", "w2"))
 
 
 def last_of(family: str) -> tuple[str, str]:
