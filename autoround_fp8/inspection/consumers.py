@@ -45,12 +45,14 @@ EXPERTS = "experts are FP8"
 STATIC_CHANNEL_EXPERTS = "experts with a weight scale per channel and a static input scale"
 DYNAMIC_MATRIX_EXPERTS = "experts with one weight scale per matrix and dynamic inputs"
 EXPERT_INPUTS_DIFFER = "gate and up of an expert have different input scales"
+MIXTRAL_NAMES = "experts named w1, w2, w3"
 GPT_OSS_EXPERTS = "FP8 experts of gpt_oss"
 LATENT_ATTENTION = "q_a_proj, kv_a_proj_with_mqa or kv_b_proj is FP8"
 FUSED_SPLIT = "of q/k/v or gate/up only some are FP8"
 ONE_BY_ONE = "scales of shape [1, 1]"
 SCALARS = "scales of shape []"
 COLUMNS = "scales of shape [out, 1]"
+SINGLES = "a weight scale of one value for a matrix"
 CHANNELS = "weight scales per channel"
 PARTIAL_BLOCKS = "matrices that are not whole blocks"
 OTHER_KEYS = "further keys in weights or input_activations of config_groups"
@@ -100,7 +102,13 @@ RULES: tuple[Rule, ...] = (
         fact=EXPERTS,
         labels=(_CT,),
         consumers=(TRANSFORMERS,),
-        reason="holds experts as one tensor, for which compressed-tensors has no linears",
+        reason="loads experts, but dequantises them into one tensor and does not round their inputs",
+    ),
+    Rule(
+        fact=MIXTRAL_NAMES,
+        labels=(_INTEL_LABEL,),
+        consumers=(INTEL,),
+        reason="knows Mixtral's experts as gate_proj, up_proj, down_proj only, and leaves w1, w2, w3 unread: NaN",
     ),
     Rule(
         fact=LATENT_ATTENTION,
@@ -126,6 +134,12 @@ RULES: tuple[Rule, ...] = (
         labels=(_INTEL_LABEL,),
         consumers=(INTEL,),
         reason="loads scales of shape [out, 1], but cannot compute with them; they must be [out]",
+    ),
+    Rule(
+        fact=SINGLES,
+        labels=(_INTEL_LABEL,),
+        consumers=(INTEL,),
+        reason="loads scales per channel only; quantise again, which repeats a scale per matrix for every channel",
     ),
     Rule(
         fact=CHANNELS,
@@ -209,6 +223,8 @@ def _facts(contents: Contents, findings: tuple[Finding, ...]) -> Iterator[str]:
         yield COLUMNS
     if any(not _has_one_scale(matrix) for matrix in fp8):
         yield CHANNELS
+    if any(_has_one_scale(matrix) and matrix.shape[0] > 1 for matrix in fp8):
+        yield SINGLES
     if any(is_latent_attention(matrix.name) for matrix in fp8):
         yield LATENT_ATTENTION
     block = contents.block_size
@@ -229,6 +245,8 @@ def _expert_facts(contents: Contents, experts: list[Matrix]) -> Iterator[str]:
     if not experts:
         return
     yield EXPERTS
+    if any(matrix.leaf in ("w1", "w2", "w3") for matrix in experts):
+        yield MIXTRAL_NAMES
     if contents.config.get("model_type") == "gpt_oss":
         yield GPT_OSS_EXPERTS
     if any(matrix.input_scale is not None and not _has_one_scale(matrix) for matrix in experts):
