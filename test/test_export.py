@@ -142,7 +142,7 @@ def test_the_config_gets_exactly_one_new_block() -> None:
     assert "old" not in block
     assert block["block_name_to_quantize"] == "model.layers"
     assert block["extra_config"]["model.layers.0.self_attn.o_proj"]["bits"] == 16
-    assert block["extra_config"]["model.layers.1.mlp.down_proj"] == {"group_size": 0}
+    assert block["extra_config"]["model.layers.1.mlp.down_proj"] == {"has_one_weight_scale": True}
     assert len(block["extra_config"]) == 4
     assert json.loads(quantization_config_file(block)) == block
     assert "quantization_config" not in exported_config(raw, None)

@@ -91,6 +91,8 @@ class StoredTensor:
             raise ConfigError(f"the model cannot be saved: it no longer has {gone[0]!r}, of tensor {self.name!r}")
         parts = [piece.cut(state) for piece in self.pieces]
         held = parts[0] if self.pieces[0].index is None else torch.stack(parts)
+        if held.numel() == 1:  # a scale per matrix may be stored once for every channel
+            held = held.reshape(()).expand(self.shape)
         if held.numel() != torch.Size(self.shape).numel():
             raise ConfigError(
                 f"the model cannot be saved: tensor {self.name!r} has shape {list(self.shape)} in the checkpoint, "

@@ -43,6 +43,7 @@ EXPERTS = "experts are FP8"
 STATIC_CHANNEL_EXPERTS = "experts with a weight scale per channel and a static input scale"
 DYNAMIC_MATRIX_EXPERTS = "experts with one weight scale per matrix and dynamic inputs"
 EXPERT_INPUTS_DIFFER = "gate and up of an expert have different input scales"
+MIXTRAL_NAMES = "experts named w1, w2, w3"
 GPT_OSS_EXPERTS = "FP8 experts of gpt_oss"
 LATENT_ATTENTION = "q_a_proj, kv_a_proj_with_mqa or kv_b_proj is FP8"
 FUSED_SPLIT = "of q/k/v or gate/up only some are FP8"
@@ -58,6 +59,7 @@ ONE_BY_ONE = "scales of shape [1, 1] outside experts"
 FLAT = "scales of shape [out]"
 SCALARS = "scales of shape []"
 COLUMNS = "scales of shape [out, 1]"
+SINGLES = "a weight scale of one value for a matrix"
 CHANNELS = "weight scales per channel"
 PARTIAL_BLOCKS = "matrices that are not whole blocks"
 OTHER_KEYS = "further keys in weights or input_activations of config_groups"
@@ -145,7 +147,13 @@ RULES: tuple[Rule, ...] = (
         fact=EXPERTS,
         labels=(_CT,),
         consumers=(TRANSFORMERS,),
-        reason="holds experts as one tensor, for which compressed-tensors has no linears",
+        reason="loads experts, but dequantises them into one tensor and does not round their inputs",
+    ),
+    Rule(
+        fact=MIXTRAL_NAMES,
+        labels=(_INTEL_LABEL,),
+        consumers=(INTEL,),
+        reason="knows Mixtral's experts as gate_proj, up_proj, down_proj only, and leaves w1, w2, w3 unread: NaN",
     ),
     Rule(
         fact=LATENT_ATTENTION,
@@ -223,6 +231,12 @@ RULES: tuple[Rule, ...] = (
         labels=(_INTEL_LABEL,),
         consumers=(INTEL,),
         reason="loads scales of shape [out, 1], but cannot compute with them; they must be [out]",
+    ),
+    Rule(
+        fact=SINGLES,
+        labels=(_INTEL_LABEL,),
+        consumers=(INTEL,),
+        reason="loads scales per channel only; quantise again, which repeats a scale per matrix for every channel",
     ),
     Rule(
         fact=CHANNELS,

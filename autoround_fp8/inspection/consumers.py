@@ -104,6 +104,8 @@ def _shape_facts(fp8: list[Matrix]) -> Iterator[str]:
         yield rules.COLUMNS
     if any(not _has_one_scale(matrix) for matrix in fp8):
         yield rules.CHANNELS
+    if any(_has_one_scale(matrix) and matrix.shape[0] > 1 for matrix in fp8):
+        yield rules.SINGLES
 
 
 def _cache_facts(contents: Contents) -> Iterator[str]:
@@ -126,6 +128,8 @@ def _expert_facts(contents: Contents) -> Iterator[str]:
     if not experts:
         return
     yield rules.EXPERTS
+    if any(matrix.leaf in ("w1", "w2", "w3") for matrix in experts):
+        yield rules.MIXTRAL_NAMES
     if any(len({_kind(matrix) for matrix in layer}) > 1 for layer in layers.values()):
         yield rules.EXPERT_SCHEMES
     if contents.config.get("model_type") == "gpt_oss":

@@ -13,6 +13,7 @@ from autoround_fp8.formats.base import EXPERT_NAME
 from autoround_fp8.inspection.checks import Finding, find_all
 from autoround_fp8.inspection.consumers import Reading, readings
 from autoround_fp8.inspection.contents import Contents, Matrix, Scale, read_contents
+from autoround_fp8.numerics.granularity import PER_TENSOR
 
 _SHOWN_NAMES = 3
 
@@ -177,7 +178,8 @@ def _scheme(matrix: Matrix, contents: Contents) -> str:
     scale = matrix.weight_scale
     if scale is None:
         return "FP8, no scale"
-    if math.prod(scale.shape) == math.prod(matrix.shape[:-2]):
+    says_one = contents.parsed is not None and contents.parsed.resolve(matrix.name).group_size == PER_TENSOR
+    if math.prod(scale.shape) == math.prod(matrix.shape[:-2]) or (says_one and scale.low == scale.high):
         weight = "per matrix"
     elif contents.block_size is not None:
         weight = "per block of {} x {}".format(*contents.block_size)

@@ -85,15 +85,24 @@ def test_decode_is_the_inverse_of_encode_bit_for_bit(scheme: QuantizationScheme)
         assert torch.equal(a.view(torch.int32), b.view(torch.int32))
 
 
-@pytest.mark.parametrize(("scheme", "scale_shape"), [(CHANNEL, (3,)), (TENSOR, (1,))])
-def test_only_the_three_tensors_are_written_in_intels_shapes(scheme: QuantizationScheme, scale_shape: tuple[int, ...]):
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_only_the_three_tensors_are_written_in_intels_shapes(scheme: QuantizationScheme):
     tensors = FORMAT.encode(linear(scheme), FP8)
     found = {name.removeprefix(FQN + "."): (t.dtype, tuple(t.shape)) for name, t in tensors.items()}
     assert found == {
         "weight": (torch.float8_e4m3fn, (3, 4)),
-        "weight_scale": (torch.float32, scale_shape),
+        "weight_scale": (torch.float32, (3,)),
         "input_scale": (torch.float32, (1,)),
     }
+
+
+def test_a_scale_per_matrix_is_repeated_for_intels_loader_and_must_be_one_value():
+    layer = linear(TENSOR)
+    tensors = FORMAT.encode(layer, FP8)
+    assert torch.equal(tensors[f"{FQN}.weight_scale"], layer.weight_scale.repeat(3))
+    tensors[f"{FQN}.weight_scale"][1] *= 2
+    with pytest.raises(CheckpointError, match=r"up_proj\.weight_scale' must hold one value for all channels"):
+        FORMAT.decode(FQN, TENSOR, tensors)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -142,7 +151,7 @@ def test_scales_that_are_not_finite_and_positive_are_named(bad: float, part: str
     [
         (CHANNEL, "weight_scale", torch.ones(1)),
         (CHANNEL, "weight_scale", torch.ones(4)),
-        (TENSOR, "weight_scale", torch.ones(3)),
+        (TENSOR, "weight_scale", torch.ones(2)),
         (TENSOR, "input_scale", torch.ones(2)),
         (TENSOR, "input_scale", torch.ones(0)),
         (TENSOR, "input_scale", torch.ones(1, dtype=torch.int32)),
@@ -190,8 +199,12 @@ def test_our_block_field_for_field():
     assert {k: block[k] for k in ours} == ours
     assert block["extra_config"] == {
         "model.layers.0.mlp.gate": {"act_bits": 16, "act_data_type": "float", "bits": 16, "data_type": "float"},
-        "model.layers.0.mlp.up_proj": {"group_size": 0},
+        "model.layers.0.mlp.up_proj": {"has_one_weight_scale": True},
     }
+    assert "has_one_weight_scale" not in block
+    of_tensors = block_of(TENSOR, {"model.layers.0.mlp.up_proj": CHANNEL}, ["model.layers"])
+    assert (of_tensors["group_size"], of_tensors["has_one_weight_scale"]) == (-1, True)
+    assert of_tensors["extra_config"] == {"model.layers.0.mlp.up_proj": {"has_one_weight_scale": False}}
     assert "extra_config" not in block_of(CHANNEL, {}, ["model.layers"])
 
 

@@ -136,7 +136,7 @@ def test_schemes_per_layer_and_per_matrix(tmp_path: Path) -> None:
     config = parse_layer_config({"down_proj": "FP8_STATIC", r"layers\.1\.self_attn": {"bits": 16}})
     scheme = preset_name_to_scheme("FP8_STATIC_TENSOR")
     out = export(tiny_model(), tmp_path / "out", scheme=scheme, layer_config=config)
-    assert json.loads((out / "config.json").read_text())["quantization_config"]["group_size"] == 0
+    assert json.loads((out / "config.json").read_text())["quantization_config"]["has_one_weight_scale"] is True
     model = AutoModelForCausalLM.from_pretrained(out)
     assert_same_model(out, model)
     assert type(model.get_submodule("model.layers.1.self_attn.o_proj")) is torch.nn.Linear

@@ -72,6 +72,11 @@ def renamed(old: str, new: str) -> Any:
     return change
 
 
+def one_value(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
+    tensors[f"{Q}.weight_scale"] = tensors[f"{Q}.weight_scale"][:1]
+    config["quantization_config"]["extra_config"] = {Q: {"group_size": 0}}
+
+
 def gpt_oss(_tensors: Any, config: dict[str, Any]) -> None:
     config["model_type"] = "gpt_oss"
 
@@ -109,6 +114,8 @@ def gpt_oss(_tensors: Any, config: dict[str, Any]) -> None:
             {TRANSFORMERS: "of shape [1, 1]", VLLM: "of shape [1, 1]", SGLANG: "yes"},
         ),
         ("fp8_static", shaped(f"{Q}.weight_scale", 64, 1), {INTEL: "they must be [out]", THIS: "yes"}),
+        ("fp8_static", one_value, {INTEL: "scales per channel only", THIS: "yes"}),
+        ("moe_fp8_static", renamed("gate_proj", "w1"), {INTEL: "knows Mixtral's experts as gate_proj", THIS: "yes"}),
         ("llm_compressor", another_key, {VLLM: "ValidationError", TRANSFORMERS: "yes"}),
         (
             "block",
