@@ -13,7 +13,7 @@ import pytest
 import torch
 from make_block_fp8 import make_block_fp8
 from safetensors.torch import load_file, save_file
-from tiny_models import VOCAB_SIZE
+from tiny_models import VOCAB_SIZE, tiny_model
 from tiny_moe_models import FP8_FAMILIES, MOE_FAMILIES, save_tiny_moe_model, tiny_moe_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -89,6 +89,30 @@ def planned(family: str, block: int, *, shared: bool = True, scheme: str = "FP8_
     skeleton: Skeleton = build_skeleton(source.config, source.tensors.entries, torch.float32)
     planner = LayerPlanner(skeleton, source.tensors, SchemeResolver(parse_scheme(scheme)), shared_expert_scale=shared)
     return {linear.fqn: linear for linear in planner.plan_block(skeleton.block_names[block])}
+
+
+def planned_output(model: Any, scheme: str = "FP8_STATIC") -> LinearPlan:
+    source = open_model(model)
+    skeleton: Skeleton = build_skeleton(source.config, source.tensors.entries, torch.float32)
+    return LayerPlanner(skeleton, source.tensors, SchemeResolver(parse_scheme(scheme))).plan_output_layer()
+
+
+def test_the_output_layer_is_a_layer_of_its_own() -> None:
+    plan = planned_output(tiny_model("gpt_neox"), "FP8_STATIC_TENSOR")
+    assert (plan.module, plan.fqn, plan.shape) == ("lm_head", "embed_out", (VOCAB_SIZE, 64))
+    assert (plan.group, plan.fused) == (("lm_head",), ("embed_out",))
+    assert plan.scheme == parse_scheme("FP8_STATIC_TENSOR")
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "qwen3"])
+def test_a_tied_output_layer_is_refused_with_the_way_out(family: str) -> None:
+    with pytest.raises(ConfigError, match=r"tied to the input embedding.*leave out quant_lm_head, or first save the"):
+        planned_output(tiny_model(family, tie_word_embeddings=True))
+
+
+def test_an_output_layer_that_is_too_small_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM has no output layer that could be FP8"):
+        planned_output(tiny_model("llama", vocab_size=15))
 
 
 @pytest.mark.parametrize("shared", [True, False])

@@ -34,6 +34,7 @@ class Fp8StaticFormat:
     splits_fused_experts = True
     writes_config_file = True
     has_cache_scales = False
+    has_output_layer = True
 
     def keeps(self, fqn: str) -> bool:
         """No layer must stay in 16 bit: Intel's loader runs every layer as a plain linear."""
@@ -70,6 +71,8 @@ class Fp8StaticFormat:
         for entry, scheme in table.entries(lambda scheme: scheme != default).items():
             changed = {k: v for k, v in scheme.items() if v != default[k]}
             extra[entry] = changed if scheme.is_quantized else dict(_UNQUANTIZED_FIELDS)
+        # Outside the blocks only what is named is FP8.
+        extra |= {name: table.schemes[table.output_names[0]].to_dict() for name in table.output_names}
         block: dict[str, Any] = {
             "quant_method": "auto-round",
             "packing_format": _PACKING_FORMAT,

@@ -14,7 +14,7 @@ from autoround_fp8.numerics.granularity import PER_CHANNEL
 
 # Engines take differences below this for equal.
 _TOLERANCE = 1e-5
-_OUTPUT_LAYERS = ("lm_head", "embed_out")
+OUTPUT_LAYERS = ("lm_head", "embed_out")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ def find_all(contents: Contents) -> tuple[Finding, ...]:
 
 def is_router(name: str) -> bool:
     """Whether a layer is a router or gate, which engines keep in 16 bit."""
-    return NEVER_QUANTIZED.search(name) is not None and name.rpartition(".")[2] not in _OUTPUT_LAYERS
+    return NEVER_QUANTIZED.search(name) is not None and name.rpartition(".")[2] not in OUTPUT_LAYERS
 
 
 def fused_groups(contents: Contents) -> list[list[Matrix]]:
@@ -188,8 +188,10 @@ def _oddities(contents: Contents) -> Iterator[Finding]:
     yield Finding(is_fault=False, what=what, names=_joined(inputs))
     what = "fused layers with different weight scales per matrix: engines round again by the largest"
     yield Finding(is_fault=False, what=what, names=_joined(weights))
-    output = tuple(m.tensor for m in contents.matrices if m.is_fp8 and m.leaf in _OUTPUT_LAYERS)
-    yield Finding(is_fault=False, what="FP8 output layers", names=output)
+    if contents.config.get("tie_word_embeddings"):
+        output = tuple(m.tensor for m in contents.matrices if m.is_fp8 and m.leaf in OUTPUT_LAYERS)
+        what = "FP8 output layers, but config.json ties them to the embedding: loaders use that"
+        yield Finding(is_fault=False, what=what, names=output)
 
 
 def _joined(groups: Sequence[Sequence[Matrix]]) -> tuple[str, ...]:

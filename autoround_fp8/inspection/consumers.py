@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from autoround_fp8.formats.base import EXPERT_NAME, is_latent_attention
-from autoround_fp8.inspection.checks import Finding, fused_groups, has_one_value
+from autoround_fp8.inspection.checks import OUTPUT_LAYERS, Finding, fused_groups, has_one_value
 from autoround_fp8.inspection.contents import NATIVE_FP8, NO_LABEL, OTHER_LABEL, Contents, Matrix
+from autoround_fp8.schemes import matches_layer
 
 VLLM, SGLANG, TRANSFORMERS, INTEL, THIS = "vLLM", "SGLang", "transformers", "Intel AutoRound", "autoround_fp8"
 CONSUMERS = (VLLM, SGLANG, TRANSFORMERS, INTEL, THIS)
@@ -52,6 +53,9 @@ ONE_BY_ONE = "scales of shape [1, 1]"
 SCALARS = "scales of shape []"
 COLUMNS = "scales of shape [out, 1]"
 CHANNELS = "weight scales per channel"
+OUTPUT_LAYER = "the output layer is FP8"
+UNNAMED_OUTPUT_LAYER = "the output layer is FP8, and config_groups do not name it"
+FAMILY_OUTPUT_LAYER = "the output layer is FP8, of a family whose class in vLLM builds it without the quantization"
 PARTIAL_BLOCKS = "matrices that are not whole blocks"
 OTHER_KEYS = "further keys in weights or input_activations of config_groups"
 
@@ -134,6 +138,24 @@ RULES: tuple[Rule, ...] = (
         reason="this label has one weight scale per matrix",
     ),
     Rule(
+        fact=OUTPUT_LAYER,
+        labels=(_FP8, NATIVE_FP8),
+        consumers=(VLLM, SGLANG),
+        reason="takes the output layer for 16 bit under this label",
+    ),
+    Rule(
+        fact=UNNAMED_OUTPUT_LAYER,
+        labels=(_CT,),
+        consumers=(VLLM, SGLANG),
+        reason="takes the output layer for FP8 only if a target of config_groups names it: it is no Linear there",
+    ),
+    Rule(
+        fact=FAMILY_OUTPUT_LAYER,
+        labels=(_CT,),
+        consumers=(VLLM,),
+        reason="has the output layer of this family in 16 bit only",
+    ),
+    Rule(
         fact=PARTIAL_BLOCKS,
         labels=(NATIVE_FP8,),
         consumers=(TRANSFORMERS,),
@@ -145,6 +167,11 @@ RULES: tuple[Rule, ...] = (
         consumers=(VLLM,),
         reason="refuses unknown keys in config_groups (ValidationError)",
     ),
+)
+
+# Of the families that vLLM has, those whose output layer is given no quantization.
+_PLAIN_OUTPUT_LAYER = frozenset(
+    ["bloom", "falcon_h1", "gpt_oss", "jamba", "mamba", "mamba2", "opt", "plamo3", "qwen3_next", "step3_text", "zamba2"]
 )
 
 # Keys of compressed-tensors' QuantizationArgs (0.19).
@@ -211,6 +238,13 @@ def _facts(contents: Contents, findings: tuple[Finding, ...]) -> Iterator[str]:
         yield CHANNELS
     if any(is_latent_attention(matrix.name) for matrix in fp8):
         yield LATENT_ATTENTION
+    output = [matrix.name for matrix in fp8 if matrix.leaf in OUTPUT_LAYERS]
+    if output:
+        yield OUTPUT_LAYER
+        if contents.config.get("model_type") in _PLAIN_OUTPUT_LAYER:
+            yield FAMILY_OUTPUT_LAYER
+        if not any(matches_layer(target, name) for name in output for target in _targets(contents)):
+            yield UNNAMED_OUTPUT_LAYER
     block = contents.block_size
     if block is not None and any(m.shape[-2] % block[0] or m.shape[-1] % block[1] for m in fp8 if len(m.shape) > 1):
         yield PARTIAL_BLOCKS
@@ -239,6 +273,11 @@ def _expert_facts(contents: Contents, experts: list[Matrix]) -> Iterator[str]:
 
 def _has_one_scale(matrix: Matrix) -> bool:
     return matrix.weight_scale is not None and math.prod(matrix.weight_scale.shape) == 1
+
+
+def _targets(contents: Contents) -> Iterator[str]:
+    for group in (contents.block.get("config_groups") or {}).values():
+        yield from group.get("targets") or ()
 
 
 def _group_args(contents: Contents) -> Iterator[dict[str, object]]:
