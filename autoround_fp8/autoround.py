@@ -47,6 +47,7 @@ class AutoRound:
         static_kv_dtype: "fp8" = a scale for the keys and one for the values of each block's KV cache, in format
             llm_compressor; None = none.
         ignore_layers: Layers that stay in 16 bit: a comma list or a sequence of names and patterns.
+        quant_lm_head: Whether the output layer is FP8 too; not of a model that has it tied to its embedding.
         format: Checkpoint format that `quantize_and_save` and `save_quantized` write by default, or several, comma
             list.
         enable_quanted_input: Whether each block is fed by the quantised blocks before it; None = if `iters` > 0.
@@ -100,20 +101,20 @@ class AutoRound:
         keep_layers: int = 0,
         target_kl: float | None = None,
         static_kv_dtype: str | None = None,
+        quant_lm_head: bool = False,
         trust_remote_code: bool = False,
     ):
         self.tokenizer, self._has_own_scheme = tokenizer, scheme is not None
+        data: dict[str, Any] = {"dataset": dataset, "nsamples": nsamples, "seqlen": seqlen, "seed": seed}
         self.config = QuantizeConfig(
             scheme=default_scheme(get_formats(format)) if scheme is None else parse_scheme(scheme),
             layer_config=parse_layer_config(layer_config),
             ignore_layers=parse_names(ignore_layers),
-            dataset=dataset,
+            quant_lm_head=quant_lm_head,
+            **data,
             iters=iters,
-            seqlen=seqlen,
-            nsamples=nsamples,
             batch_size=batch_size,
             device=device_map,
-            seed=seed,
             format=normalized_formats(format),
             enable_quanted_input=enable_quanted_input,
             algorithm=algorithm,
@@ -137,7 +138,7 @@ class AutoRound:
 
         Returns:
             A transformers model whose Linears are `WeightFP8ActFP8StaticQuantLinear`, in the source's dtype on the CPU,
-            and the scheme of every linear layer in the blocks, by name.
+            and the scheme of every linear layer in the blocks, and of an FP8 output layer, by name.
         """
         from autoround_fp8.inference.load import assemble_quantized_model
         from autoround_fp8.models.skeleton import build_skeleton, source_dtype
@@ -145,7 +146,7 @@ class AutoRound:
         run = keep_harmful_layers(prepare(self.config, self._source, self.tokenizer))
         sink = MemorySink()
         self._result = (run, sink, compress(run, sink))
-        schemes = {linear.fqn: linear.scheme for block in run.plan.blocks for linear in block}
+        schemes = {linear.fqn: linear.scheme for linear in run.plan.linears}
         source = self._source
         skeleton = build_skeleton(
             source.config,

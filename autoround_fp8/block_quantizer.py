@@ -17,11 +17,11 @@ from autoround_fp8.layer_plan import LinearPlan
 from autoround_fp8.nn.observers import InputRange
 from autoround_fp8.nn.second_moments import SecondMoments
 from autoround_fp8.nn.shared_inputs import InputSamples, SharedInputs
-from autoround_fp8.numerics.fp8 import amax_to_scale, dequantize_fp8, quantize_fp8, sqnr_db
+from autoround_fp8.numerics.fp8 import FP8_DTYPE, amax_to_scale, quantize_fp8, strip_rows, weight_sqnr_db
 from autoround_fp8.numerics.granularity import PER_TENSOR
 from autoround_fp8.records import CacheReport, CacheScales, LayerReport, QuantizedLinear, TuningReport
 from autoround_fp8.tuning.cache_scales import make_cache_scales
-from autoround_fp8.tuning.error_compensation import compensate, factorise
+from autoround_fp8.tuning.error_compensation import CompensationFactor, compensate, factorise
 from autoround_fp8.tuning.input_ranges import DYNAMIC, input_amax
 from autoround_fp8.tuning.rtn import absmax_scale
 from autoround_fp8.tuning.scale_search import search_input_scale, search_scale
@@ -188,11 +188,12 @@ class BlockQuantizer:
             scales = [self._scale(linear, weights, algorithm, column_weights) for linear in group]
             own = [weights[linear.fqn] for linear in group]
             if factor is None:
-                codes = [quantize_fp8(weight, scale) for weight, scale in zip(own, scales, strict=True)]
+                codes = [_codes(weight, scale) for weight, scale in zip(own, scales, strict=True)]
             else:
                 rows = [weight.shape[0] for weight in own]
                 by_row = [scale.reshape(-1, 1).expand(n, 1) for scale, n in zip(scales, rows, strict=True)]
-                codes = list(compensate(torch.cat(own), torch.cat(by_row), factor).split(rows))
+                joined = own[0] if len(own) == 1 else torch.cat(own)
+                codes = list(_codes(joined, torch.cat(by_row), factor).split(rows))
             for linear, weight, code, scale in zip(group, own, codes, scales, strict=True):
                 bias = modules[linear.module].bias
                 input_scale, source = input_scales[linear.fqn]
@@ -209,7 +210,7 @@ class BlockQuantizer:
                     LayerReport(
                         fqn=linear.fqn,
                         shape=linear.shape,
-                        weight_sqnr_db=sqnr_db(weight, dequantize_fp8(code, scale)),
+                        weight_sqnr_db=weight_sqnr_db(weight, code, scale),
                         input_amax=seen.amax,
                         input_scale=None if input_scale is None else float(input_scale),
                         num_tokens=seen.num_tokens,
@@ -283,10 +284,20 @@ def _weight_of(linear: LinearPlan, module: torch.nn.Module) -> torch.Tensor:
     return weight.detach() if linear.rows is None else weight.detach()[slice(*linear.rows)]
 
 
+def _codes(weight: torch.Tensor, scale: torch.Tensor, factor: CompensationFactor | None = None) -> torch.Tensor:
+    """FP8 codes of a weight, nearest or with error compensation, in strips of rows."""
+    codes = torch.empty(weight.shape, dtype=FP8_DTYPE, device=weight.device)
+    length = strip_rows(weight)
+    scales = scale.reshape(-1, 1).expand(len(weight), 1)
+    for rows, own, part in zip(*(tensor.split(length) for tensor in (weight, scales, codes)), strict=True):
+        part.copy_(quantize_fp8(rows, own) if factor is None else compensate(rows, own, factor))
+    return codes
+
+
 def _tuned_report(report: LayerReport, weight: torch.Tensor, layer: QuantizedLinear) -> LayerReport:
     return replace(
         report,
-        weight_sqnr_db=sqnr_db(weight.cpu(), dequantize_fp8(layer.weight, layer.weight_scale)),
+        weight_sqnr_db=weight_sqnr_db(weight.cpu(), layer.weight, layer.weight_scale),
         input_scale=None if layer.input_scale is None else float(layer.input_scale),
         algorithm=f"{report.algorithm}+signround",
     )

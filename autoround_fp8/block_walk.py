@@ -22,7 +22,7 @@ from autoround_fp8.checkpoint.materialize import (
     require_filled,
     tie_filled,
 )
-from autoround_fp8.checkpoint.reader import TensorSource
+from autoround_fp8.checkpoint.reader import DTYPES, TensorSource
 from autoround_fp8.device import release_memory
 from autoround_fp8.kernels.reference import simulated_forward
 from autoround_fp8.layer_plan import LinearPlan
@@ -78,10 +78,39 @@ class BlockWalk:
         Yields:
             A function from outputs of the last block `[tokens, hidden]` to float32 logits `[tokens, vocab]`.
         """
+        with self._behind_blocks(num_outputs, {}) as logits:
+            yield logits
+
+    @contextmanager
+    def last_norm(self, num_outputs: int | None) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+        """The same without the output layer's weight: that layer is called, and computes nothing.
+
+        For those who watch its inputs; what the function returns means nothing. `output_module` has the weight.
+        """
+        output = self._skeleton.model.get_output_embeddings()
+        with self._behind_blocks(num_outputs, {output: lambda x: x[..., :1]}) as run:
+            yield run
+
+    def output_module(self) -> nn.Linear:
+        """A copy of the output layer, not part of the model, with its weight in the dtype that the source has it in."""
+        output = self._skeleton.model.get_output_embeddings()
+        name = self._name_of(output, "lm_head")
+        stored = DTYPES[self._source.entries[self._skeleton.sources[f"{name}.weight"]].dtype]
+        copy = nn.Linear(output.in_features, output.out_features, output.bias is not None, device="meta", dtype=stored)
+        fill_module(copy, name, self._source, self._skeleton.sources, self._device)
+        require_filled(copy, f"output layer {name!r}")
+        return copy
+
+    @contextmanager
+    def _behind_blocks(
+        self, num_outputs: int | None, replaced: Mapping[nn.Module, Callable[..., Any]]
+    ) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+        """As `output_layers`; modules with another forward are not filled."""
         model = self._skeleton.model
         embedding = model.get_input_embeddings()
         width = embedding.weight.shape[1]
-        with self._filled_outside_blocks(self._name_of(embedding, "embed_tokens")):
+        left_out = [self._name_of(embedding, "embed_tokens"), *(self._name_of(m, "lm_head") for m in replaced)]
+        with self._filled_outside_blocks(*left_out):
 
             def logits(hidden: torch.Tensor) -> torch.Tensor:
                 """The model's own forward, so that scalings and soft caps are in, with its blocks passed over."""
@@ -92,6 +121,7 @@ class BlockWalk:
                 forwards: dict[nn.Module, Callable[..., Any]] = dict.fromkeys(
                     self._skeleton.blocks, lambda *args, **kwargs: output
                 )
+                forwards |= replaced
                 forwards[embedding] = lambda *args, **kwargs: hidden.new_zeros(1, tokens, width)
                 dummy = torch.zeros(1, tokens, dtype=torch.int64, device=self._device)
                 with swapped_forwards(forwards):
@@ -100,11 +130,11 @@ class BlockWalk:
             yield logits
 
     @contextmanager
-    def _filled_outside_blocks(self, left_out: str) -> Iterator[None]:
-        """Everything but the blocks and one module (embedding or output layer), unless the other is tied to that."""
+    def _filled_outside_blocks(self, *left_out: str) -> Iterator[None]:
+        """Everything but the blocks and embedding or output layer, unless the other is tied to that."""
         model, sources = self._skeleton.model, self._skeleton.sources
         fill_computed_buffers(model, self._device)
-        inside = (self._skeleton.container_name + ".", left_out + ".")
+        inside = tuple(f"{name}." for name in (self._skeleton.container_name, *left_out))
         top = {name: tensor for name, tensor in sources.items() if not name.startswith(inside)}
         tied = {k: v for k, v in model.all_tied_weights_keys.items() if not {k, v} & top.keys()}
         if tied:  # the embedding is on disk under its tied name

@@ -111,7 +111,8 @@ class BlockwiseCompressor:
                 watched = dict.fromkeys(name for linear in linears for name in (linear.module, *linear.siblings))
                 modules = {name: skeleton.model.get_submodule(name) for name in watched}
                 cache = CacheObserver(self._plan.cached_attentions[index]) if self._plan.cached_attentions else None
-                statistics, outputs = self._observe(block, linears, modules, calls, index, cache)
+                run = partial(self._run_watched, block, calls, index, cache)
+                statistics, outputs = self._observe(linears, modules, run, len(calls.calls))
                 cache_report = None if cache is None else self._put_cache_scales(cache, index, sink)
                 expert_tokens = self._quantizer.check_experts(linears, statistics.ranges)
                 quantized: Iterable[tuple[QuantizedLinear, LayerReport]]
@@ -153,28 +154,64 @@ class BlockwiseCompressor:
             )
             reports.append(report)
             on_block(report)
+        if self._plan.output_layer is not None:
+            reports.append(self._quantize_output_layer(walk, calls, self._plan.output_layer, sink))
+            on_block(reports[-1])
         return CompressionResult(blocks=tuple(reports), hidden_states=calls.hidden_states[: len(self._batches)])
+
+    def _quantize_output_layer(
+        self, walk: BlockWalk, calls: CapturedCalls, linear: LinearPlan, sink: LinearSink
+    ) -> BlockReport:
+        """Quantises it by what the last norm makes of the last block's outputs."""
+        started = time.perf_counter()
+        modules = {linear.module: self._plan.skeleton.model.get_submodule(linear.module)}
+        with walk.last_norm(calls.num_outputs) as norm:
+
+            def run(batches: range, is_counted: bool) -> list[torch.Tensor]:
+                return [norm(sample) for batch in batches for sample in calls.hidden_states[batch]]
+
+            statistics, _ = self._observe([linear], modules, run, len(calls.hidden_states))
+        stored = {linear.module: walk.output_module()}
+        input_scales = self._quantizer.input_scales([linear], stored, statistics)
+        ((layer, report),) = self._quantizer.quantize([linear], stored, statistics, input_scales)
+        sink.put(layer)
+        return BlockReport(
+            fqn=linear.fqn,
+            seconds=time.perf_counter() - started,
+            peak_memory_bytes=peak_memory_bytes(),
+            layers=(report,),
+        )
 
     def _observe(
         self,
-        block: nn.Module,
         linears: Sequence[LinearPlan],
         modules: Mapping[str, nn.Module],
-        calls: CapturedCalls,
-        index: int,
-        cache: CacheObserver | None,
+        run: Callable[[range, bool], list[torch.Tensor]],
+        num_batches: int,
     ) -> tuple[BlockStatistics, list[torch.Tensor]]:
+        """What layers see, and what `run` returns, when it runs batches: those that count, then the probes."""
         num_tokens = sum(batch.numel() for batch in self._batches)
         observer = AbsMaxObserver()
         statistics = self._quantizer.statistics(linears, num_tokens, observer.ranges)
         quantized = {linear.module: modules[linear.module] for linear in linears}
         count = len(self._batches)
         with observer.attached(modules), statistics.inputs.attached(quantized):
-            outputs = self._run(block, calls, index, range(count), watch=None if cache is None else cache.watch)
+            outputs = run(range(count), True)
         with observer.attached(modules, is_counted=False):
-            watch = None if cache is None else partial(cache.watch, is_counted=False)
-            outputs += self._run(block, calls, index, range(count, len(calls.calls)), watch=watch)
+            outputs += run(range(count, num_batches), False)
         return statistics, outputs
+
+    def _run_watched(
+        self,
+        block: nn.Module,
+        calls: CapturedCalls,
+        index: int,
+        cache: CacheObserver | None,
+        batches: range,
+        is_counted: bool,
+    ) -> list[torch.Tensor]:
+        watch = None if cache is None else partial(cache.watch, is_counted=is_counted)
+        return self._run(block, calls, index, batches, watch=watch)
 
     def _put_cache_scales(self, cache: CacheObserver, index: int, sink: LinearSink) -> CacheReport:
         key, value = cache.ranges(self._plan.skeleton.block_names[index])

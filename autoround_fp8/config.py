@@ -59,6 +59,7 @@ class QuantizeConfig:
         scheme: Scheme of layers that nothing else names.
         layer_config: Layer pattern -> scheme.
         ignore_layers: Patterns of layers that stay in 16 bit.
+        quant_lm_head: Whether the output layer is FP8 too.
         dataset: Calibration data: a spec string, or Python data.
         nsamples: Calibration samples.
         seqlen: Tokens per sample.
@@ -91,6 +92,7 @@ class QuantizeConfig:
     scheme: QuantizationScheme = field(default_factory=QuantizationScheme)
     layer_config: Mapping[str, QuantizationScheme] = field(default_factory=dict)
     ignore_layers: tuple[str, ...] = ()
+    quant_lm_head: bool = False
     dataset: Any = "builtin"
     nsamples: int = 128
     seqlen: int = 2048

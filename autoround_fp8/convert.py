@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,9 +31,10 @@ from autoround_fp8.formats.kv_cache import (
     is_static_fp8_cache,
 )
 from autoround_fp8.formats.table import get_formats, normalized_formats, parse_quantization
+from autoround_fp8.layer_plan import output_layer
 from autoround_fp8.model_card import CARD_FILE, SOURCE_CARD_FILE
 from autoround_fp8.model_source import ModelSource
-from autoround_fp8.models.skeleton import build_skeleton, load_config, source_dtype
+from autoround_fp8.models.skeleton import Skeleton, build_skeleton, load_config, source_dtype
 from autoround_fp8.numerics.fp8 import dequantize_fp8
 from autoround_fp8.pipeline import REPORT_SCHEMA, ExportSummary, write_formats
 from autoround_fp8.plan import PlannedExport, QuantizationPlan, make_plan
@@ -186,6 +187,7 @@ def convert_checkpoint(
     skeleton = build_skeleton(model_config, tensors.entries, dtype, trust_remote_code=trust_remote_code)
     try:
         config = _settings(tensors, normalized_formats(format), max_shard_size, overwrite)
+        config = _with_output_layer(config, skeleton, tensors, formats)
         plan = make_plan(config, skeleton, tensors, *formats)
     except ConfigError as e:
         raise ConfigError(f"{str(model)!r} cannot be converted from {checkpoint_format.name} as it is: {e}") from e
@@ -258,6 +260,17 @@ def _settings(tensors: ExportedSource, formats: str, max_shard_size: str | int, 
         max_shard_size=max_shard_size,
         overwrite=overwrite,
     )
+
+
+def _with_output_layer(
+    config: QuantizeConfig, skeleton: Skeleton, tensors: ExportedSource, formats: Sequence[CheckpointFormat]
+) -> QuantizeConfig:
+    """The output layer stays FP8 if it is, and all formats have that."""
+    name, _ = output_layer(skeleton)
+    fqn = skeleton.sources.get(f"{name}.weight", name).removesuffix(".weight")
+    is_kept = fqn in tensors.schemes and all(f.has_output_layer for f in formats)
+    others = {entry: scheme for entry, scheme in config.layer_config.items() if is_kept or entry != fqn}
+    return dataclasses.replace(config, quant_lm_head=is_kept, layer_config=others)
 
 
 def _old_report(folder: Path) -> dict[str, Any]:

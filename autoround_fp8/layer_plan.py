@@ -92,6 +92,37 @@ class LayerPlanner:
             plans += self._plan_experts(source)
         return tuple(plans)
 
+    def plan_output_layer(self) -> LinearPlan:
+        """The output layer, to be quantised.
+
+        Raises:
+            ConfigError: If it is tied to the embedding, or is to stay in 16 bit as well.
+            CheckpointError: If its weight is not what it needs.
+            UnsupportedModelError: If there is none that could be quantised.
+        """
+        name, module = output_layer(self._skeleton)
+        if module is not None and shares_tied_weight(self._skeleton.model, f"{name}.weight"):
+            raise ConfigError(
+                f"the output layer {name!r} cannot be FP8 (quant_lm_head): its weight is tied to the input embedding, "
+                "which stays in 16 bit; leave out quant_lm_head, or first save the model with an output weight of its "
+                "own and tie_word_embeddings false"
+            )
+        tensor = self._skeleton.sources.get(f"{name}.weight")
+        if type(module) is not nn.Linear or tensor is None or min(module.weight.shape) < MIN_FEATURES:
+            raise UnsupportedModelError(
+                f"{type(self._skeleton.model).__name__} has no output layer that could be FP8 (quant_lm_head): it must "
+                f"be a plain Linear with at least {MIN_FEATURES} inputs and outputs"
+            )
+        fqn, shape = tensor.removesuffix(".weight"), (module.out_features, module.in_features)
+        scheme = self._resolver.resolve(fqn, alias=name)
+        if not scheme.is_quantized:
+            raise ConfigError(
+                f"the output layer {fqn!r} is asked for in FP8 (quant_lm_head) and, by ignore_layers, layer_config or "
+                "the scheme, in 16 bit; drop one of them"
+            )
+        self._check_weight(tensor, shape)
+        return LinearPlan(module=name, fqn=fqn, shape=shape, scheme=scheme, group=(name,), fused=(fqn,))
+
     def _plan_linears(self, name: str) -> list[LinearPlan]:
         linears: dict[str, tuple[str, nn.Linear]] = {}
         for module_name, module in self._skeleton.model.get_submodule(name).named_modules(prefix=name):
@@ -199,6 +230,13 @@ class LayerPlanner:
                 raise CheckpointError(f"tensor {tensor!r} has shape {list(found)}, the model expects {list(expected)}")
         if source.is_fused:
             _check_all_or_none(source, schemes)
+
+
+def output_layer(skeleton: Skeleton) -> tuple[str, nn.Module | None]:
+    """Name in the model of its output layer, and the layer; "" and None if it has none."""
+    output = skeleton.model.get_output_embeddings()
+    found = ((name, module) for name, module in skeleton.model.named_modules() if module is output)
+    return next(found, ("", None))
 
 
 def _check_all_or_none(source: ExpertsSource, schemes: Mapping[str, QuantizationScheme]) -> None:

@@ -111,7 +111,7 @@ def prepare(config: QuantizeConfig, source: ModelSource, tokenizer: Any = None) 
         source.name,
         len(plan.quantized),
         len(plan.blocks),
-        sum(len(b) for b in plan.blocks) - len(plan.quantized),
+        len(plan.linears) - len(plan.quantized),
         len(data.samples),
         data.num_tokens,
         _num_tokens(probes),
@@ -211,17 +211,18 @@ def compress(
     result = compressor.run(sink, on_block)
     if few := ranges_on_few_tokens(result.blocks):
         logger.info(
-            "the input ranges of %d layers hang on fewer than %d tokens: %s%s; more or other data may exceed them",
+            "%d ranges of inputs or caches hang on fewer than %d tokens: %s%s; more or other data may exceed them",
             *(len(few), _FEW_PEAK_TOKENS, ", ".join(few[:3]), ", ..." if len(few) > 3 else ""),
         )
     return result
 
 
 def ranges_on_few_tokens(blocks: Sequence[BlockReport]) -> list[str]:
-    """Names of the layers that decide an input scale by few tokens, those with the fewest first."""
-    layers = [layer for block in blocks for layer in block.layers if layer.source == OBSERVED]
-    few = [layer for layer in layers if layer.num_peak_tokens < _FEW_PEAK_TOKENS]
-    return [layer.fqn for layer in sorted(few, key=lambda layer: layer.num_peak_tokens)]
+    """Layers that decide an input scale by few tokens, and such scales of KV caches, those with the fewest first."""
+    found = [(x.num_peak_tokens, x.fqn) for block in blocks for x in block.layers if x.source == OBSERVED]
+    for cache in (block.cache for block in blocks if block.cache is not None):
+        found += [(cache.k_peak_tokens, f"{cache.fqn}.k_scale"), (cache.v_peak_tokens, f"{cache.fqn}.v_scale")]
+    return [name for count, name in sorted(found, key=lambda item: item[0]) if count < _FEW_PEAK_TOKENS]
 
 
 def check_output(config: QuantizeConfig, output_dir: str | Path, source: ModelSource) -> dict[str, Path]:

@@ -19,7 +19,7 @@ from autoround_fp8.config import QuantizeConfig
 from autoround_fp8.errors import CheckpointError, ConfigError, UnsupportedModelError
 from autoround_fp8.formats.base import CheckpointFormat, SchemeTable
 from autoround_fp8.formats.kv_cache import planned_cache_scales
-from autoround_fp8.layer_plan import LayerPlanner, LinearPlan
+from autoround_fp8.layer_plan import LayerPlanner, LinearPlan, output_layer
 from autoround_fp8.models.attention import cached_attentions
 from autoround_fp8.models.skeleton import Skeleton
 from autoround_fp8.schemes import UNQUANTIZED, QuantizationScheme, SchemeResolver, matches_layer
@@ -49,6 +49,7 @@ class QuantizationPlan:
     Attributes:
         skeleton: The model on meta.
         blocks: Per decoder block, its linear layers, quantised or not.
+        output_layer: The output layer, if it is quantised.
         exceptions: Checkpoint name, or regular expression for all experts of a layer -> scheme, of the linears in the
             blocks that differ from the default scheme and of other matrices that stay as they are.
         exports: What is written, one per format.
@@ -60,6 +61,7 @@ class QuantizationPlan:
     exceptions: Mapping[str, QuantizationScheme]
     exports: tuple[PlannedExport, ...]
     cached_attentions: tuple[str, ...] = ()
+    output_layer: LinearPlan | None = None
 
     @property
     def layout(self) -> ExportLayout:
@@ -67,9 +69,14 @@ class QuantizationPlan:
         return self.exports[0].layout
 
     @property
+    def linears(self) -> list[LinearPlan]:
+        """The layers in the blocks, and the output layer if it is quantised."""
+        return [linear for part in (*self.blocks, _present(self.output_layer)) for linear in part]
+
+    @property
     def quantized(self) -> list[LinearPlan]:
         """All layers that get FP8 codes."""
-        return [linear for block in self.blocks for linear in block if linear.scheme.is_quantized]
+        return [linear for linear in self.linears if linear.scheme.is_quantized]
 
     @property
     def needs_calibration(self) -> bool:
@@ -97,7 +104,8 @@ def make_plan(
         kept=lambda fqn: any(f.keeps(fqn) for f in formats),
     )
     blocks = tuple(planner.plan_block(name) for name in skeleton.block_names)
-    linears = [linear for block in blocks for linear in block]
+    output = _planned_output(config, skeleton, formats, planner)
+    linears = [linear for part in (*blocks, _present(output)) for linear in part]
     quantized = {linear.fqn: linear for linear in linears if linear.scheme.is_quantized}
     _check_patterns(resolver, skeleton, config.layer_config, list(quantized.values()))
     _report_unused(skeleton)
@@ -107,11 +115,7 @@ def make_plan(
             f"nothing would be quantised: none of the {len(linears)} linear layers in the blocks is left to do"
         )
     consumed = _consumed_tensors(skeleton, quantized)
-    copied = [
-        PlannedTensor(name=e.name, dtype=e.dtype, shape=e.shape, source=e.name)
-        for e in source.entries.values()
-        if e.name not in consumed
-    ]
+    copied = _copied_tensors(source, consumed)
     schemes = {x.fqn: x.scheme for x in linears}
     prefixes = block_prefixes(skeleton, blocks)
     for fqn in _copied_matrices(copied, skeleton, prefixes, quantized):
@@ -122,6 +126,7 @@ def make_plan(
         also_kept=_kept_besides(skeleton, linears),
         block_prefixes=tuple(prefixes),
         has_cache_scales=bool(attentions),
+        output_names=() if output is None else tuple(dict.fromkeys((output.fqn, output.module))),
     )
     exports = []
     for checkpoint_format in formats:
@@ -143,7 +148,30 @@ def make_plan(
         exceptions=table.entries(lambda scheme: scheme != config.scheme),
         exports=tuple(exports),
         cached_attentions=attentions,
+        output_layer=output,
     )
+
+
+def _present(linear: LinearPlan | None) -> list[LinearPlan]:
+    return [] if linear is None else [linear]
+
+
+def _planned_output(
+    config: QuantizeConfig, skeleton: Skeleton, formats: Sequence[CheckpointFormat], planner: LayerPlanner
+) -> LinearPlan | None:
+    """The output layer, if quant_lm_head or a layer_config entry with its very name asks for it in FP8."""
+    name, _ = output_layer(skeleton)
+    names = {name, skeleton.sources.get(f"{name}.weight", name).removesuffix(".weight")}
+    named = any(config.layer_config[entry].is_quantized for entry in names & config.layer_config.keys())
+    if not config.quant_lm_head and not named:
+        return None
+    for checkpoint_format in formats:
+        if not checkpoint_format.has_output_layer:
+            raise ConfigError(
+                f"format {checkpoint_format.name!r} has no FP8 output layer (quant_lm_head): engines that read it take "
+                f"{name!r} for 16 bit; choose format llm_compressor or fp8_static, or leave out quant_lm_head"
+            )
+    return planner.plan_output_layer()
 
 
 def _cached_attentions(
@@ -181,6 +209,14 @@ def _made_tensors(
         dtype = source.entries[tensor].dtype
         made += checkpoint_format.planned_tensors(fqn, linear.shape, linear.scheme, dtype)
     return made
+
+
+def _copied_tensors(source: TensorSource, consumed: set[str]) -> list[PlannedTensor]:
+    return [
+        PlannedTensor(name=e.name, dtype=e.dtype, shape=e.shape, source=e.name)
+        for e in source.entries.values()
+        if e.name not in consumed
+    ]
 
 
 def _consumed_tensors(skeleton: Skeleton, quantized: Mapping[str, LinearPlan]) -> set[str]:
@@ -223,8 +259,10 @@ def _kept_besides(skeleton: Skeleton, linears: Sequence[LinearPlan]) -> tuple[st
     Both names of the former: engines know the checkpoint's, transformers its own.
     """
     names = []
+    planned = {linear.module for linear in linears}
     for name, module in skeleton.model.named_modules():
-        if isinstance(module, nn.Linear) and not name.startswith(f"{skeleton.container_name}."):
+        inside = name.startswith(f"{skeleton.container_name}.") or name in planned
+        if isinstance(module, nn.Linear) and not inside:
             names += [skeleton.sources.get(f"{name}.weight", name).removesuffix(".weight"), name]
     fqns = {linear.fqn for linear in linears}
     names += [x.module for x in linears if not x.scheme.is_quantized and not x.experts and x.module not in fqns]

@@ -100,6 +100,8 @@ class CacheReport:
         v_amax: Largest absolute value, probes included.
         k_scale: The exported scale of the keys.
         v_scale: The exported scale of the values.
+        k_peak_tokens: Tokens, also of probes, whose key has a value of at least half of `k_amax`; 16 = 16 or more.
+        v_peak_tokens: The same of the values.
         num_tokens: Calibration tokens that were seen; probe tokens do not count.
     """
 
@@ -108,6 +110,8 @@ class CacheReport:
     v_amax: float
     k_scale: float
     v_scale: float
+    k_peak_tokens: int
+    v_peak_tokens: int
     num_tokens: int
 
 
@@ -126,7 +130,7 @@ class TuningReport:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockReport:
-    """What happened to one decoder block: seconds, peak memory in bytes, its layers, and its tuning if there was any.
+    """What happened to one decoder block, or to the output layer: seconds, peak memory in bytes, layers, tuning if any.
 
     `expert_tokens`: experts module -> calibration tokens that each of its experts saw. `cache`: the scales of its KV
     cache, None if there are none.

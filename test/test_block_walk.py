@@ -68,6 +68,24 @@ def test_the_output_layers_need_no_embedding_and_leave_nothing_behind(tmp_path: 
     assert all(parameter.is_meta for parameter in skeleton.model.parameters())
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", "gemma2"])
+def test_the_last_norm_runs_without_the_output_layers_weight(tmp_path: Path, family: str) -> None:
+    save_tiny_model(tmp_path, family, with_tokenizer=False, dtype=torch.float32, tie_word_embeddings=False)
+    skeleton, walk = opened(tmp_path)
+    hidden, seen = torch.randn(3, 64), []
+    output = skeleton.model.get_output_embeddings()
+    hook = output.register_forward_pre_hook(lambda _, args: seen.append(args[0][0]))
+    with torch.no_grad():
+        with walk.last_norm(None) as run:
+            assert output.weight.is_meta
+            run(hidden)
+        with walk.output_layers(None) as logits:
+            logits(hidden)
+    hook.remove()
+    assert torch.equal(*seen)
+    assert all(parameter.is_meta for parameter in skeleton.model.parameters())
+
+
 def test_a_block_is_released_also_after_an_error(tmp_path: Path) -> None:
     save_tiny_moe_model(tmp_path, "mixtral", with_tokenizer=False)
     skeleton, walk = opened(tmp_path)

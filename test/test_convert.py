@@ -40,6 +40,11 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "tied": ("gemma3_text", {"format": "fp8_static,llm_compressor"}),
     "sharded": ("llama", {"format": "fp8_static,llm_compressor", "max_shard_size": "60KB"}),
+    "head": ("gpt_neox", {"format": "fp8_static,llm_compressor", "quant_lm_head": True}),
+    "mixed_head": (
+        "llama",
+        {"format": "fp8_static,llm_compressor", "layer_config": parse_layer_config({"lm_head": "FP8_STATIC_TENSOR"})},
+    ),
     "experts": ("qwen3_moe", {"format": "fp8_static,llm_compressor", "moe_input_scale": "per_expert"}),
     "tensor_experts": (
         "mixtral",

@@ -13,7 +13,7 @@ import pytest
 import torch
 from make_block_fp8 import make_block_fp8
 from safetensors.torch import load_file, save_file
-from tiny_models import VOCAB_SIZE
+from tiny_models import VOCAB_SIZE, tiny_model
 from tiny_moe_models import FP8_FAMILIES, MOE_FAMILIES, save_tiny_moe_model, tiny_moe_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -91,6 +91,30 @@ def planned(family: str, block: int, *, shared: bool = True, scheme: str = "FP8_
     return {linear.fqn: linear for linear in planner.plan_block(skeleton.block_names[block])}
 
 
+def planned_output(model: Any, scheme: str = "FP8_STATIC") -> LinearPlan:
+    source = open_model(model)
+    skeleton: Skeleton = build_skeleton(source.config, source.tensors.entries, torch.float32)
+    return LayerPlanner(skeleton, source.tensors, SchemeResolver(parse_scheme(scheme))).plan_output_layer()
+
+
+def test_the_output_layer_is_a_layer_of_its_own() -> None:
+    plan = planned_output(tiny_model("gpt_neox"), "FP8_STATIC_TENSOR")
+    assert (plan.module, plan.fqn, plan.shape) == ("lm_head", "embed_out", (VOCAB_SIZE, 64))
+    assert (plan.group, plan.fused) == (("lm_head",), ("embed_out",))
+    assert plan.scheme == parse_scheme("FP8_STATIC_TENSOR")
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "qwen3"])
+def test_a_tied_output_layer_is_refused_with_the_way_out(family: str) -> None:
+    with pytest.raises(ConfigError, match=r"tied to the input embedding.*leave out quant_lm_head, or first save the"):
+        planned_output(tiny_model(family, tie_word_embeddings=True))
+
+
+def test_an_output_layer_that_is_too_small_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM has no output layer that could be FP8"):
+        planned_output(tiny_model("llama", vocab_size=15))
+
+
 @pytest.mark.parametrize("shared", [True, False])
 def test_one_experts_layer_in_full(shared: bool) -> None:
     plans = planned("mixtral", 1, shared=shared)
@@ -151,8 +175,6 @@ def test_layer_config_gives_one_expert_another_scheme() -> None:
     assert {fqn for fqn, group in found.items() if EXPERT.fullmatch(fqn) and group == PER_CHANNEL} == {
         f"{name}.{leaf}" for leaf in ("gate_proj", "up_proj", "down_proj")
     }
-    assert plan.layout.tensors[f"{name}.up_proj.weight_scale"].shape == (48,)
-    assert plan.layout.tensors["model.layers.0.mlp.experts.4.up_proj.weight_scale"].shape == (1,)
     # The other experts of that layer can be told apart only by their names.
     named = {fqn for fqn, other in plan.exceptions.items() if other.is_quantized and "layers.0" in fqn}
     assert named == {fqn for fqn in found if fqn.startswith("model.layers.0.mlp.experts.") and name + "." not in fqn}
@@ -337,7 +359,9 @@ def test_all_experts_become_fp8(family: str, base: Path) -> None:
     projections = 2 if family == "nemotron_h" else 3
     assert len(experts) == len(layers) * NUM_EXPERTS * projections
     assert {reader.entries[f"{stem}.weight"].dtype for stem in experts} == {"F8_E4M3"}
-    assert {reader.entries[f"{stem}.weight_scale"].shape for stem in experts} == {(1,)}
+    for stem in experts:  # one scale, which fp8_static repeats for every channel
+        assert reader.entries[f"{stem}.weight_scale"].shape == reader.entries[f"{stem}.weight"].shape[:1]
+        assert len(reader.read(f"{stem}.weight_scale").unique()) == 1
     sizes = {True: 0, False: 0}
     for name, entry in reader.entries.items():
         if len(entry.shape) == 2 and ".layers." in name:
@@ -363,7 +387,8 @@ def expert_scales(reader: CheckpointReader, leaf: str) -> dict[str, dict[tuple[i
     for name in reader.names:
         match = EXPERT.fullmatch(name.removesuffix(f".{leaf}"))
         if match and name.endswith(leaf):
-            found.setdefault(match[1], {})[int(match[2]), match[3]] = float(reader.read(name))
+            (scale,) = reader.read(name).unique().tolist()
+            found.setdefault(match[1], {})[int(match[2]), match[3]] = scale
     return found
 
 
@@ -394,8 +419,8 @@ def test_all_experts_of_a_layer_share_their_input_scales(family: str, base: Path
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "granitemoe", "llama4_text", "nemotron_h"])
 def test_each_expert_may_have_its_own_input_scales(family: str, base: Path) -> None:
-    _, _, shared = exported(family, base)
-    _, _, reader = exported(family, base, moe_input_scale="per_expert")
+    _, _, shared = exported(family, base, algorithm="rtn")
+    _, _, reader = exported(family, base, algorithm="rtn", moe_input_scale="per_expert")
     for folder, scales in expert_scales(reader, "input_scale").items():
         for expert in range(NUM_EXPERTS):
             assert len({scale for (e, p), scale in scales.items() if e == expert and p in FIRST}) == 1

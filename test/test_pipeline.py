@@ -22,7 +22,8 @@ from autoround_fp8.inference.linear import WeightFP8ActFP8StaticQuantLinear
 from autoround_fp8.inference.load import load_quantized_model
 from autoround_fp8.model_source import load_tokenizer, open_model
 from autoround_fp8.numerics.fp8 import dequantize_fp8
-from autoround_fp8.pipeline import compress, export_run, prepare
+from autoround_fp8.pipeline import compress, export_run, prepare, ranges_on_few_tokens
+from autoround_fp8.records import BlockReport, CacheReport
 
 ROWS = torch.randint(4, VOCAB_SIZE, (3, 16), generator=torch.Generator().manual_seed(3))
 
@@ -333,8 +334,17 @@ def test_ranges_that_hang_on_few_tokens_are_named(tmp_path: Path, caplog: pytest
     assert layers["model.layers.0.self_attn.q_proj"]["num_peak_tokens"] == times
     assert "model.layers.0.self_attn.q_proj" in named
     (line,) = [message for message in caplog.messages if "hang on fewer than 4 tokens" in message]
-    assert line.startswith(f"the input ranges of {len(named)} layers hang")
+    assert line.startswith(f"{len(named)} ranges of inputs or caches hang")
     assert named[0] in line
+
+
+def test_scales_of_a_cache_that_hang_on_few_tokens_are_named() -> None:
+    def block(index: int, k_peak_tokens: int, v_peak_tokens: int) -> BlockReport:
+        fields = {"k_amax": 1.0, "v_amax": 1.0, "k_scale": 0.1, "v_scale": 0.1, "num_tokens": 9}
+        cache = CacheReport(fqn=f"{index}.attn", k_peak_tokens=k_peak_tokens, v_peak_tokens=v_peak_tokens, **fields)
+        return BlockReport(fqn=str(index), seconds=0.0, peak_memory_bytes=0, layers=(), cache=cache)
+
+    assert ranges_on_few_tokens([block(0, 3, 4), block(1, 16, 1)]) == ["1.attn.v_scale", "0.attn.k_scale"]
 
 
 def test_files_are_safetensors_of_transformers_kind(tmp_path: Path) -> None:

@@ -99,6 +99,17 @@ def test_a_pattern_outside_the_blocks_is_no_typing_error(warnings_of: pytest.Log
     assert not warnings_of.records
 
 
+@pytest.mark.parametrize("entry", ["lm_head", ".*head", ".*"])
+def test_layer_config_asks_for_the_output_layer_by_its_very_name_only(entry: str) -> None:
+    plan = plan_of(tiny_model(), layer_config={entry: "FP8_STATIC_TENSOR"})
+    assert (plan.output_layer is not None) == (entry == "lm_head")
+    if plan.output_layer is not None:
+        assert plan.output_layer in plan.quantized
+        assert plan.output_layer in plan.linears
+        assert plan.output_layer.scheme.group_size == 0
+        assert plan.layout.tensors["lm_head.weight"].dtype == "F8_E4M3"
+
+
 @pytest.mark.parametrize("pattern", ["self_attn,mlp", "model.layers", "layers.*", r".*proj$"])
 def test_nothing_left_to_quantise_is_an_error(pattern: str) -> None:
     with pytest.raises(ConfigError, match="nothing would be quantised: none of the 14"):

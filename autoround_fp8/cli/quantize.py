@@ -23,7 +23,6 @@ logger = logging.getLogger(__name__)
 # AutoRound options that mean nothing here: refused with a reason, never ignored.
 REFUSED_OPTIONS = {
     "--enable_torch_compile": "tuning runs without torch.compile in this version",
-    "--quant_lm_head": "the output layer always stays in 16 bit in this version",
 }
 
 _SCHEME_FIELDS = ("bits", "group_size", "data_type", "act_bits", "act_group_size", "act_data_type")
@@ -68,6 +67,7 @@ def add_quantize_parser(subparsers: Any) -> None:
     group.add_argument("--disable_act_dynamic", action="store_true", help=argparse.SUPPRESS)
     group.add_argument("--layer_config", help="JSON text or file: layer name or pattern -> scheme")
     group.add_argument("--ignore_layers", "--fp_layers", default="", help="layers that stay in 16 bit, comma list")
+    group.add_argument("--quant_lm_head", action="store_true", help="the output layer too (not in format fp8)")
     group.add_argument("--static_kv_dtype", help="fp8: scales of an FP8 KV cache too (format llm_compressor)")
     _add_tuning_options(parser)
     group = parser.add_argument_group("evaluation after quantising")
@@ -145,6 +145,7 @@ def config_from_args(args: argparse.Namespace) -> QuantizeConfig:
         scheme=parse_scheme(scheme),
         layer_config=parse_layer_config(args.layer_config),
         ignore_layers=parse_names(args.ignore_layers),
+        quant_lm_head=args.quant_lm_head,
         dataset=args.dataset,
         nsamples=args.nsamples,
         seqlen=args.seqlen,
@@ -194,7 +195,7 @@ def run_quantize(args: argparse.Namespace) -> int:
         source = open_model(model, trust_remote_code=config.trust_remote_code)
         check_output(config, args.output_dir, source)
         run = prepare(config, source)
-    show = progress(len(run.plan.blocks))
+    show = progress(len(run.plan.blocks) + (run.plan.output_layer is not None))
     summary = export_run(run, args.output_dir, show)
     totals = summary.report["totals"]
     print(

@@ -32,6 +32,8 @@ class SchemeTable:
             for kept ones where it calls them otherwise.
         block_prefixes: Checkpoint names of the block lists (`model.layers`).
         has_cache_scales: Whether there are scales of the KV cache.
+        output_names: The checkpoint's name of the output layer, one of `schemes`, and transformers' name, if that is
+            quantised.
     """
 
     default: QuantizationScheme
@@ -39,6 +41,7 @@ class SchemeTable:
     also_kept: tuple[str, ...]
     block_prefixes: tuple[str, ...]
     has_cache_scales: bool = False
+    output_names: tuple[str, ...] = ()
 
     def entries(self, wanted: Callable[[QuantizationScheme], bool]) -> dict[str, QuantizationScheme]:
         """The matrices with certain schemes; where the experts of a layer are all alike, as one regular expression."""
@@ -100,6 +103,7 @@ class CheckpointFormat(Protocol):
         splits_fused_experts: Whether experts that are one tensor in the source become one per expert.
         writes_config_file: Whether its consumers also read a quantization_config.json.
         has_cache_scales: Whether its consumers read scales of the KV cache.
+        has_output_layer: Whether one of its consumers reads an FP8 output layer.
     """
 
     name: str
@@ -108,6 +112,7 @@ class CheckpointFormat(Protocol):
     splits_fused_experts: bool
     writes_config_file: bool
     has_cache_scales: bool
+    has_output_layer: bool
 
     def keeps(self, fqn: str) -> bool:
         """Whether the format's consumers need this layer in 16 bit."""

@@ -46,6 +46,7 @@ class CompressedTensorsFormat:
     splits_fused_experts = True
     writes_config_file = False
     has_cache_scales = True
+    has_output_layer = True
 
     def keeps(self, fqn: str) -> bool:
         """The matrices of latent attention that engines join or take apart."""
@@ -137,8 +138,11 @@ def _groups(table: SchemeTable) -> list[tuple[QuantizationScheme, list[str]]]:
     if len(dense_schemes) > 1:
         # vLLM asks for the class `Linear` before it takes a fused layer's name apart: name every layer instead.
         groups = [(s, [fqn for fqn, other in dense.items() if other == s]) for s in dense_schemes]
+        for _, targets in groups:
+            targets += [name for name in table.output_names[1:] if table.output_names[0] in targets]
     else:
-        groups = [(scheme, [_ALL_LINEARS]) for scheme in dense_schemes]
+        # In vLLM and SGLang an output layer is no `Linear`.
+        groups = [(scheme, [*table.output_names, _ALL_LINEARS]) for scheme in dense_schemes]
     covered = dense_schemes if len(dense_schemes) == 1 else []
     for scheme in expert_schemes:
         if scheme in covered:

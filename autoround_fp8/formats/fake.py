@@ -27,6 +27,7 @@ class FakeFormat:
     splits_fused_experts = False
     writes_config_file = False
     has_cache_scales = False
+    has_output_layer = True
 
     def keeps(self, fqn: str) -> bool:
         """No layer must stay as it is."""

@@ -33,6 +33,7 @@ class Fp8Format:
     splits_fused_experts = True
     writes_config_file = False
     has_cache_scales = False
+    has_output_layer = False
 
     def keeps(self, fqn: str) -> bool:
         """The matrices of latent attention that engines join or take apart."""

@@ -38,6 +38,7 @@ class Fp8StaticFormat:
     splits_fused_experts = True
     writes_config_file = True
     has_cache_scales = False
+    has_output_layer = True
 
     def keeps(self, fqn: str) -> bool:
         """No layer must stay in 16 bit: Intel's loader runs every layer as a plain linear."""
@@ -83,6 +84,8 @@ class Fp8StaticFormat:
         for entry, scheme in table.entries(lambda scheme: scheme != table.default).items():
             changed = {k: v for k, v in _described(scheme).items() if v != default[k]}
             extra[entry] = changed if scheme.is_quantized else dict(_UNQUANTIZED_FIELDS)
+        # Outside the blocks only what is named is FP8, and has to be described in full.
+        extra |= {name: _described(table.schemes[table.output_names[0]]) for name in table.output_names}
         if not default[_ONE_SCALE]:
             del default[_ONE_SCALE]
         block: dict[str, Any] = {

@@ -208,8 +208,10 @@ def _oddities(contents: Contents) -> Iterator[Finding]:
     yield Finding(is_fault=False, what=what, names=_joined(inputs))
     what = "fused layers with different weight scales per matrix: engines round again by the largest"
     yield Finding(is_fault=False, what=what, names=_joined(weights))
-    output = tuple(m.tensor for m in contents.matrices if m.is_fp8 and m.leaf in OUTPUT_LAYERS)
-    yield Finding(is_fault=False, what="FP8 output layers", names=output)
+    if contents.config.get("tie_word_embeddings"):
+        output = tuple(m.tensor for m in contents.matrices if m.is_fp8 and m.leaf in OUTPUT_LAYERS)
+        what = "FP8 output layers, but config.json ties them to the embedding: loaders use that"
+        yield Finding(is_fault=False, what=what, names=output)
 
 
 def _joined(groups: Sequence[Sequence[Matrix]]) -> tuple[str, ...]:

@@ -52,7 +52,9 @@ EXPERT_SCHEMES = "the matrices of the experts of a layer are not quantised alike
 GRANITE_W1 = "FP8 experts of granitemoe called w1, w2, w3"
 GRANITE_GATE = "FP8 experts of granitemoe called gate_proj, up_proj, down_proj"
 E5M2 = "FP8 codes that are not E4M3"
-OUTPUT_LAYER = "the output layer is FP8, but no config group names it"
+OUTPUT_LAYER = "the output layer is FP8"
+UNNAMED_OUTPUT_LAYER = "the output layer is FP8, but no config group names it"
+FAMILY_OUTPUT_LAYER = "the output layer is FP8, of a family whose class in vLLM builds it without the quantization"
 CACHE_SCHEME = "a KV cache that is not symmetric FP8 with a scale per tensor or head"
 OLD_CACHE_NAMES = "KV-cache scales called output_scale"
 ONE_BY_ONE = "scales of shape [1, 1] outside experts"
@@ -184,11 +186,24 @@ RULES: tuple[Rule, ...] = (
         source="layers/quantization/utils/fp8_utils.py:1376",
     ),
     Rule(
-        fact=OUTPUT_LAYER,
-        labels=(_CT, _FP8),
-        consumers=(VLLM,),
-        reason="takes the output layer for 16 bit (ValueError for its scales)",
+        fact=UNNAMED_OUTPUT_LAYER,
+        labels=(_CT,),
+        consumers=(VLLM, SGLANG),
+        reason="takes the output layer for 16 bit unless a target of config_groups names it (ValueError in vLLM)",
         source=_CT_FILES + "compressed_tensors.py:186",
+    ),
+    Rule(
+        fact=OUTPUT_LAYER,
+        labels=(_FP8, NATIVE_FP8),
+        consumers=(VLLM, SGLANG),
+        reason="takes the output layer for 16 bit under this label",
+        source="layers/quantization/fp8.py:180",
+    ),
+    Rule(
+        fact=FAMILY_OUTPUT_LAYER,
+        labels=(_CT,),
+        consumers=(VLLM,),
+        reason="has the output layer of this family in 16 bit only",
     ),
     Rule(
         fact=CACHE_SCHEME,

@@ -12,6 +12,12 @@ from autoround_fp8.inspection import consumer_rules as rules
 from autoround_fp8.inspection.checks import OUTPUT_LAYERS, Finding, fused_groups, has_one_value
 from autoround_fp8.inspection.consumer_rules import CONSUMERS, NO_READER, RULES, UNKNOWN
 from autoround_fp8.inspection.contents import Contents, Matrix
+from autoround_fp8.schemes import matches_layer
+
+# Of the families that vLLM has, those whose output layer is given no quantization.
+_PLAIN_OUTPUT_LAYER = frozenset(
+    ["bloom", "falcon_h1", "gpt_oss", "jamba", "mamba", "mamba2", "opt", "plamo3", "qwen3_next", "step3_text", "zamba2"]
+)
 
 # Keys of compressed-tensors' QuantizationArgs (0.19).
 _ARGS_KEYS = frozenset(
@@ -70,9 +76,7 @@ def _facts(contents: Contents, findings: tuple[Finding, ...]) -> Iterator[str]:
     yield from _cache_facts(contents)
     if any(matrix.dtype != "F8_E4M3" for matrix in fp8):
         yield rules.E5M2
-    targets = {target for group in _groups(contents) for target in group.get("targets") or ()}
-    if any(matrix.leaf in OUTPUT_LAYERS and matrix.name not in targets for matrix in fp8):
-        yield rules.OUTPUT_LAYER
+    yield from _output_facts(contents, [matrix.name for matrix in fp8 if matrix.leaf in OUTPUT_LAYERS])
     if any(is_latent_attention(matrix.name) for matrix in fp8):
         yield rules.LATENT_ATTENTION
     block = contents.block_size
@@ -106,6 +110,17 @@ def _shape_facts(fp8: list[Matrix]) -> Iterator[str]:
         yield rules.CHANNELS
     if any(_has_one_scale(matrix) and matrix.shape[0] > 1 for matrix in fp8):
         yield rules.SINGLES
+
+
+def _output_facts(contents: Contents, names: list[str]) -> Iterator[str]:
+    if not names:
+        return
+    yield rules.OUTPUT_LAYER
+    if contents.config.get("model_type") in _PLAIN_OUTPUT_LAYER:
+        yield rules.FAMILY_OUTPUT_LAYER
+    targets = [target for group in _groups(contents) for target in group.get("targets") or ()]
+    if not any(matches_layer(target, name) for name in names for target in targets):
+        yield rules.UNNAMED_OUTPUT_LAYER
 
 
 def _cache_facts(contents: Contents) -> Iterator[str]:

@@ -14,6 +14,8 @@ FP8_DTYPE = torch.float8_e4m3fn
 FP8_MAX = 448.0
 # The smallest normal float32 (and bfloat16): a smaller scale would be flushed to zero by some consumers.
 SMALLEST_SCALE = 2.0**-126
+# Weights are worked on in strips of rows of about this many elements: float32 copies of an output layer are large.
+_STRIP_ELEMENTS = 1 << 25
 # vLLM's floor of the scales that it makes on the fly.
 SMALLEST_TOKEN_SCALE = 1.0 / (FP8_MAX * 512.0)
 
@@ -154,6 +156,29 @@ def dequantize_fp8(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return decode_fp8(codes) * scale
 
 
+def strip_rows(weight: torch.Tensor) -> int:
+    """How many rows of a weight `[out, in]` to make float32 copies of at a time; all of them but for huge ones."""
+    return max(1, _STRIP_ELEMENTS // max(1, weight.shape[1]))
+
+
+def weight_sqnr_db(weight: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> float:
+    """`sqnr_db` of a weight and what its codes stand for, strip by strip.
+
+    Args:
+        weight: `[out, in]`, any float dtype.
+        codes: `float8_e4m3fn` of the same shape.
+        scale: Float32 `[out, 1]` or `[1]`.
+    """
+    noise = signal = 0.0
+    length = strip_rows(weight)
+    scales = scale.reshape(-1, 1).expand(len(weight), 1)
+    for rows, part, own in zip(*(tensor.split(length) for tensor in (weight, codes, scales)), strict=True):
+        reference = rows.float()
+        noise = math.hypot(noise, _norm(reference - dequantize_fp8(part, own)))
+        signal = math.hypot(signal, _norm(reference))
+    return _decibels(signal, noise)
+
+
 def sqnr_db(reference: torch.Tensor, quantized: torch.Tensor) -> float:
     """Signal to quantisation noise ratio `10 log10(|r|^2 / |r - q|^2)` in dB; inf when both are equal, nan on NaN.
 
@@ -162,7 +187,10 @@ def sqnr_db(reference: torch.Tensor, quantized: torch.Tensor) -> float:
         quantized: Same shape.
     """
     reference, quantized = reference.float(), quantized.float()
-    noise, signal = _norm(reference - quantized), _norm(reference)
+    return _decibels(_norm(reference), _norm(reference - quantized))
+
+
+def _decibels(signal: float, noise: float) -> float:
     if noise == 0.0:
         return math.inf
     return 20.0 * math.log10(signal / noise) if signal != 0.0 else -math.inf

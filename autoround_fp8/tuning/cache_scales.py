@@ -27,6 +27,8 @@ def make_cache_scales(
         v_amax=value.amax,
         k_scale=float(k_scale),
         v_scale=float(v_scale),
+        k_peak_tokens=key.num_peak_tokens,
+        v_peak_tokens=value.num_peak_tokens,
         num_tokens=key.num_tokens,
     )
     return CacheScales(fqn=fqn, k_scale=k_scale, v_scale=v_scale), report

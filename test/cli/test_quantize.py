@@ -53,6 +53,7 @@ ODD_VALUES: list[tuple[list[str], str, Any]] = [
     (["--overwrite"], "overwrite", True),
     (["--ignore_layers", "o_proj, down_proj"], "ignore_layers", ("o_proj", "down_proj")),
     (["--fp_layers", "o_proj"], "ignore_layers", ("o_proj",)),
+    (["--quant_lm_head"], "quant_lm_head", True),
     (["--keep_layers", "3"], "keep_layers", 3),
     (["--target_kl", "0.01"], "target_kl", 0.01),
     (["--enable_quanted_input"], "enable_quanted_input", True),

@@ -217,6 +217,18 @@ def test_a_partly_quantised_group_is_odd(planted: Any) -> None:
     assert finding.names == (f"{LAYER}self_attn.q_proj/k_proj/v_proj",)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_fp8_output_layer_is_odd_where_it_is_tied(planted: Any, tied: bool) -> None:
+    def change(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
+        tensors["lm_head.weight"] = tensors["lm_head.weight"].to(torch.float8_e4m3fn)
+        tensors |= {"lm_head.weight_scale": torch.ones(128, 1), "lm_head.input_scale": torch.ones(1)}
+        config["quantization_config"]["ignore"].remove("lm_head")
+        config["tie_word_embeddings"] = tied
+
+    found = find_all(read_contents(planted("llm_compressor", change)))
+    assert [(f.is_fault, f.names) for f in found] == ([(False, ("lm_head.weight",))] if tied else [])
+
+
 def test_per_matrix_scales_of_scales_per_channel_may_differ(planted: Any) -> None:
     assert find_all(read_contents(planted("fp8_static", replaced(f"{K}.weight_scale", lambda t: t * 2)))) == ()
 

@@ -81,9 +81,36 @@ def gpt_oss(_tensors: Any, config: dict[str, Any]) -> None:
     config["model_type"] = "gpt_oss"
 
 
+def fp8_output(*targets: str, model_type: str = "qwen3") -> Any:
+    def change(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
+        weight = tensors["lm_head.weight"]
+        tensors["lm_head.weight"] = weight.to(torch.float8_e4m3fn)
+        tensors["lm_head.weight_scale"] = torch.ones(len(weight), 1) if targets else torch.ones(1)
+        tensors["lm_head.input_scale"] = torch.ones(1)
+        block = config["quantization_config"]
+        block.get("ignore", block.get("ignored_layers")).remove("lm_head")
+        config["model_type"] = model_type
+        if targets:
+            block["config_groups"]["group_0"]["targets"] = list(targets)
+
+    return change
+
+
 @pytest.mark.parametrize(
     ("kind", "change", "expected"),
     [
+        (
+            "llm_compressor",
+            fp8_output("Linear"),
+            {VLLM: "unless a target", SGLANG: "unless a target", TRANSFORMERS: "yes"},
+        ),
+        ("llm_compressor", fp8_output("lm_head", "Linear"), {VLLM: "yes", SGLANG: "yes", TRANSFORMERS: "yes"}),
+        (
+            "llm_compressor",
+            fp8_output("lm_head", "Linear", model_type="qwen3_next"),
+            {VLLM: "of this family in 16 bit only", SGLANG: "yes"},
+        ),
+        ("fp8", fp8_output(), {VLLM: "for 16 bit under this label", SGLANG: "under this label"}),
         (
             "moe_llm_compressor",
             per_channel_experts,

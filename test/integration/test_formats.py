@@ -48,8 +48,15 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "deepseek_v3": ("deepseek_v3", {}, {}),
     "fused": ("granitemoe", {}, {}),
     "kept_experts": ("gpt_oss", {}, {}),
+    "head": ("llama", {}, {"quant_lm_head": True}),
+    "biased_head": ("phimoe", {}, {"quant_lm_head": True}),
+    "renamed_head": ("gpt_neox", {}, {"quant_lm_head": True, "max_shard_size": "60KB"}),
+    "mixed_head": ("qwen3", {}, {"layer_config": {"lm_head": "FP8_STATIC_TENSOR"}}),
     "ignored_experts": ("qwen2_moe", {}, {"ignore_layers": ("layers.1.mlp.experts",)}),
 }
+
+
+HEADS = {"head": "lm_head", "biased_head": "lm_head", "renamed_head": "embed_out", "mixed_head": "lm_head"}
 
 
 @pytest.fixture(scope="module")
@@ -101,8 +108,13 @@ def logits(model: Any) -> torch.Tensor:
 
 
 COMBINATIONS = [
-    *((case, name, None) for case in CASES for name in FP8_FORMATS if (case, name) != ("mixed", "fp8")),
-    *((case, "llm_compressor", "FP8_DYNAMIC") for case in CASES if case != "mixed"),
+    *(
+        (case, name, None)
+        for case in CASES
+        for name in FP8_FORMATS
+        if name != "fp8" or (case != "mixed" and case not in HEADS)
+    ),
+    *((case, "llm_compressor", "FP8_DYNAMIC") for case in CASES if not case.startswith("mixed")),
     ("dense", "llm_compressor", "FP8_STATIC_TENSOR"),
     ("qwen3_moe", "llm_compressor", "FP8_STATIC_TENSOR"),
 ]
@@ -132,7 +144,8 @@ def test_the_config_says_of_every_matrix_whether_it_is_fp8(
 ) -> None:
     _, summary = exported(base, case, name, scheme)
     tensors = tensors_of(summary.folder)
-    parsed = parse_quantization(block_of(summary.folder))[1]
+    block = block_of(summary.folder)
+    parsed = parse_quantization(block)[1]
     embeddings = re.compile(r"embed_(tokens|in)\.weight$")
     for tensor_name, tensor in tensors.items():
         if tensor.ndim >= 2 and not tensor_name.endswith("_scale") and not embeddings.search(tensor_name):
@@ -140,7 +153,32 @@ def test_the_config_says_of_every_matrix_whether_it_is_fp8(
             if stem == tensor_name:  # a bare parameter stands for the module it is in
                 stem = stem.rpartition(".")[0]
             assert parsed.resolve(stem).is_quantized == (tensor.dtype == torch.float8_e4m3fn), tensor_name
-    assert not parsed.resolve("lm_head").is_quantized
+    output = HEADS.get(case, "lm_head")
+    assert parsed.resolve(output).is_quantized == (case in HEADS)
+    listed = {"llm_compressor": "ignore", "fp8": "ignored_layers", "fp8_static": "extra_config"}[name]
+    # fp8_static quantises nothing outside the blocks but what it names.
+    assert (output in block.get(listed, ())) == ((case in HEADS) == (name == "fp8_static"))
+
+
+@pytest.mark.parametrize(("case", "name", "scheme"), COMBINATIONS)
+def test_scales_are_as_documented(base: Path, case: str, name: str, scheme: str | None) -> None:
+    run, summary = exported(base, case, name, scheme)
+    tensors = tensors_of(summary.folder)
+    scales = {key: tensor for key, tensor in tensors.items() if key.endswith("_scale")}
+    for key, scale in scales.items():
+        assert scale.dtype == torch.float32
+        assert bool((torch.isfinite(scale) & (scale > 0)).all()), key
+        assert torch.equal(scale, scale.bfloat16().float()), key
+    for linear in run.plan.quantized:
+        rows = linear.shape[0]
+        per_channel = (rows, 1) if name == "llm_compressor" else (rows,)
+        shape = per_channel if linear.scheme.group_size == -1 else (1,)
+        assert scales.pop(f"{linear.fqn}.weight_scale").shape == shape
+        if not linear.scheme.act_dynamic:
+            assert scales.pop(f"{linear.fqn}.input_scale").shape == (1,)
+            for other in linear.fused:  # q/k/v, gate/up
+                assert torch.equal(tensors[f"{other}.input_scale"], tensors[f"{linear.fqn}.input_scale"])
+    assert scales == {}
 
 
 def third_party_forward(tensors: dict[str, torch.Tensor], fqn: str, bias: Any, x: torch.Tensor) -> torch.Tensor:
@@ -348,6 +386,7 @@ def test_kernels_agree_on_dynamic_inputs(base: Path, case: str) -> None:
             {"iters": 5, "layer_config": {"down_proj": "FP8_DYNAMIC"}},
             r"those of 'model\.layers\.0\.mlp\.down_proj'",
         ),
+        ("dense", "llm_compressor,fp8", None, {"quant_lm_head": True}, "'fp8' has no FP8 output layer"),
         ("dense", "fp8", "FP8_STATIC", {}, "'fp8' holds one static scale per matrix"),
         ("dense", "llm_compressor,fp8", "FP8_STATIC", {}, "'fp8' holds one static scale per matrix"),
         (
@@ -371,7 +410,9 @@ def test_what_consumers_cannot_load_is_refused_before_work(
 # Plain checkpoints of rounded weights.
 
 
-@pytest.mark.parametrize("case", ["dense", "tied", "sharded", "qwen3_moe", "mixtral", "mixed"])
+@pytest.mark.parametrize(
+    "case", ["dense", "tied", "biased", "sharded", "ignored", "qwen3_moe", "mixtral", "mixed", "head", "biased_head"]
+)
 def test_a_fake_checkpoint_is_a_plain_one_of_the_rounded_weights(base: Path, case: str) -> None:
     run, summary = exported(base, case, "fake")
     sink = MemorySink()

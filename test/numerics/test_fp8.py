@@ -17,7 +17,9 @@ from autoround_fp8.numerics.fp8 import (
     round_to_fp8,
     round_up_to_bfloat16,
     sqnr_db,
+    strip_rows,
     token_scale,
+    weight_sqnr_db,
 )
 from autoround_fp8.numerics.granularity import PER_CHANNEL, weight_amax
 
@@ -174,6 +176,18 @@ def test_sqnr_of_known_values() -> None:
     assert sqnr_db(torch.zeros(4), torch.ones(4)) == -math.inf
     assert sqnr_db(torch.zeros(0), torch.zeros(0)) == math.inf
     assert math.isnan(sqnr_db(torch.tensor([math.nan]), torch.ones(1)))
+
+
+@pytest.mark.parametrize("strip", [1, 64 * 7, 1 << 26])
+def test_the_sqnr_of_a_weight_in_strips(monkeypatch: pytest.MonkeyPatch, strip: int) -> None:
+    monkeypatch.setattr("autoround_fp8.numerics.fp8._STRIP_ELEMENTS", strip)
+    weight = torch.randn(50, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    assert strip_rows(weight) == {1: 1, 64 * 7: 7}.get(strip, (1 << 26) // 64)
+    for scale in (amax_to_scale(weight.abs().amax(1, keepdim=True)), amax_to_scale(weight.abs().max().reshape(1))):
+        codes = quantize_fp8(weight, scale)
+        expected = sqnr_db(weight, dequantize_fp8(codes, scale))
+        assert weight_sqnr_db(weight, codes, scale) == pytest.approx(expected, rel=1e-6)
+    assert weight_sqnr_db(torch.zeros(3, 4), quantize_fp8(torch.zeros(3, 4), torch.ones(1)), torch.ones(1)) == math.inf
 
 
 @pytest.mark.parametrize("magnitude", [1e-38, 1e-30, 1e30, 1e38])

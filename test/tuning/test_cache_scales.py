@@ -8,8 +8,8 @@ import torch
 from autoround_fp8.nn.observers import InputRange
 from autoround_fp8.tuning.cache_scales import make_cache_scales
 
-KEY = InputRange(amax=448.0, num_tokens=7)
-VALUE = InputRange(amax=3.0, num_tokens=7)
+KEY = InputRange(amax=448.0, num_tokens=7, largest=[448.0, 224.0, 223.0])
+VALUE = InputRange(amax=3.0, num_tokens=7, largest=[3.0, 1.0])
 
 
 @pytest.mark.parametrize(("headroom", "k", "v"), [(1.0, 448.0, 3.0), (2.0, 896.0, 6.0), (4.0, 1792.0, 12.0)])
@@ -21,6 +21,7 @@ def test_headroom_widens_both_ranges(headroom: float, k: float, v: float) -> Non
     assert (scales.k_scale.shape, scales.k_scale.dtype) == ((1,), torch.float32)
     assert (report.k_amax, report.v_amax, report.num_tokens) == (448.0, 3.0, 7)
     assert (report.k_scale, report.v_scale) == (float(scales.k_scale), float(scales.v_scale))
+    assert (report.k_peak_tokens, report.v_peak_tokens) == (2, 1)
     assert report.fqn == scales.fqn == "m.attn"
 
 
