@@ -12,6 +12,11 @@ import torch
 
 from autoround_fp8.numerics.fp8 import FP8_DTYPE, FP8_MAX, round_to_four_bits
 
+try:
+    from autoround_fp8.tuning import numba_loops
+except ImportError:  # Numba is optional
+    numba_loops = None  # type: ignore[assignment]
+
 # Columns rounded before their errors are taken to the rest in one product; more of them do not stay in the cache.
 _BLOCK = 32
 # Of the mean of the diagonal: what is added to it. More than the factor needs to exist: with 0.003, KL on SmolLM2 was
@@ -92,18 +97,22 @@ def _compensated(wanted: torch.Tensor, upper: torch.Tensor) -> torch.Tensor:
     Returns float32 values of codes, but for subnormal ones, which the cast to FP8 still has to round.
     """
     num_columns, num_rows = wanted.shape
+    round_rows = numba_loops.compensate_rows if numba_loops is not None and wanted.device.type == "cpu" else _round_rows
     rest = wanted.clone()
     for start in range(0, num_columns, _BLOCK):
         end = min(start + _BLOCK, num_columns)
-        inner = upper[start:end, start:end]
-        diagonal = inner.diagonal().tolist()
         errors = torch.empty(end - start, num_rows, device=wanted.device)
-        for i in range(end - start):
-            rounded = round_to_four_bits(rest[start + i].clamp(-FP8_MAX, FP8_MAX))
-            torch.sub(rest[start + i], rounded, out=errors[i]).div_(diagonal[i])
-            rest[start + i] = rounded
-            if i + 1 < end - start:
-                rest[start + i + 1 : end].addr_(inner[i, i + 1 :], errors[i], alpha=-1.0)
+        round_rows(rest[start:end], upper[start:end, start:end], errors)
         if end < num_columns:
             rest[end:].addmm_(upper[start:end, end:].t(), errors, alpha=-1.0)
     return rest
+
+
+def _round_rows(rest: torch.Tensor, upper: torch.Tensor, errors: torch.Tensor) -> None:
+    """What `numba_loops.compensate_rows` does."""
+    for i, diagonal in enumerate(upper.diagonal().tolist()):
+        rounded = round_to_four_bits(rest[i].clamp(-FP8_MAX, FP8_MAX))
+        torch.sub(rest[i], rounded, out=errors[i]).div_(diagonal)
+        rest[i] = rounded
+        if i + 1 < len(rest):
+            rest[i + 1 :].addr_(upper[i, i + 1 :], errors[i], alpha=-1.0)

@@ -15,9 +15,9 @@ from autoround_fp8.numerics.granularity import PER_TENSOR, weight_amax
 from autoround_fp8.schemes import QuantizationScheme
 
 try:
-    from autoround_fp8.tuning import numba_search
+    from autoround_fp8.tuning import numba_loops
 except ImportError:  # Numba is optional
-    numba_search = None  # type: ignore[assignment]
+    numba_loops = None  # type: ignore[assignment]
 
 # Every bfloat16 value of an octave: 16 of them leave 4 % more squared error of a row, the smallest alone 22 %.
 _ALL_STEPS = 128
@@ -86,19 +86,19 @@ def _candidates(smallest: torch.Tensor, steps: int) -> torch.Tensor:
 
 
 def _is_compiled(x: torch.Tensor) -> bool:
-    return numba_search is not None and x.device.type == "cpu"
+    return numba_loops is not None and x.device.type == "cpu"
 
 
 def _errors(weight: torch.Tensor, scales: torch.Tensor, column_weights: torch.Tensor | None) -> torch.Tensor:
     """Squared error of each row under each of its scales, float64 `[out, steps]`: their squares may leave float32."""
     costs = torch.ones(weight.shape[1], device=weight.device) if column_weights is None else column_weights
-    measure = numba_search.row_errors if _is_compiled(weight) else _row_errors
+    measure = numba_loops.row_errors if _is_compiled(weight) else _row_errors
     errors = measure(weight, scales, costs)
     return errors.double() * scales.double().square()
 
 
 def _row_errors(weight: torch.Tensor, scales: torch.Tensor, column_weights: torch.Tensor) -> torch.Tensor:
-    """What `numba_search.row_errors` computes."""
+    """What `numba_loops.row_errors` computes."""
     errors = torch.empty(scales.shape, device=weight.device)
     length = max(1, _STRIP_ELEMENTS // max(1, weight.shape[1]))
     for start in range(0, weight.shape[0], length):

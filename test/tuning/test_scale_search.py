@@ -79,7 +79,7 @@ def test_without_numba_the_search_is_coarser_but_no_worse_than_the_largest_value
 ) -> None:
     w = weight()
     fine, tensor = search_scale(w, CHANNEL), search_scale(w, TENSOR)
-    monkeypatch.setattr(scale_search, "numba_search", None)
+    monkeypatch.setattr(scale_search, "numba_loops", None)
     coarse = search_scale(w, CHANNEL)
     assert bool((errors(w, coarse) <= errors(w, absmax_scale(w, CHANNEL))).all())
     assert float(errors(w, coarse).sum()) > float(errors(w, fine).sum())
@@ -96,7 +96,7 @@ def test_an_input_scale_leaves_the_least_error_of_its_octave(
     is_compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not is_compiled:
-        monkeypatch.setattr(scale_search, "numba_search", None)
+        monkeypatch.setattr(scale_search, "numba_loops", None)
     x, costs = weight(rows=100, columns=64), torch.rand(64)
     x[::2, 3] = 300.0  # constant, and most of the error unless it falls on a value of FP8
     other, other_costs = weight(rows=30, columns=20, seed=1), torch.rand(20)
