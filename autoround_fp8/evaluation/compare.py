@@ -102,6 +102,7 @@ def compare_checkpoints(
         kl_mean=float(kl_sums.sum()) / num_tokens,
         kl_stderr=_ratio_stderr(kl_sums, counts),
         kl_max=max(document.kl_max for document in documents),
+        document_kl=tuple((kl_sums / counts).tolist()),
         top1_agreement=sum(document.num_same_top1 for document in documents) / num_tokens,
         reference_perplexity=_exp(sum(document.reference_nll for document in documents) / num_tokens),
         candidate_perplexity=_exp(sum(document.candidate_nll for document in documents) / num_tokens),

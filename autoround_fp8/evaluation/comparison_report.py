@@ -31,6 +31,7 @@ class ComparisonReport:
         kl_mean: KL(reference || candidate) per scored token, in nats.
         kl_stderr: Its standard error over documents; None for a single document.
         kl_max: KL of the worst token, in nats.
+        document_kl: Mean KL per scored token of each document, in nats: two candidates can be compared pair by pair.
         top1_agreement: Share of scored tokens for which both models predict the same token.
         reference_perplexity: exp of the mean negative log-likelihood of the next token.
         candidate_perplexity: The same of the candidate.
@@ -54,6 +55,7 @@ class ComparisonReport:
     kl_mean: float
     kl_stderr: float | None
     kl_max: float
+    document_kl: tuple[float, ...]
     top1_agreement: float
     reference_perplexity: float
     candidate_perplexity: float
@@ -69,6 +71,7 @@ class ComparisonReport:
         """The report as JSON values; numbers that JSON cannot hold (an infinite SQNR or perplexity) become None."""
         fields = {**dataclasses.asdict(self), "weight_sqnr_db": dict(self.weight_sqnr_db)}
         fields["unmatched_layers"] = list(self.unmatched_layers)
+        fields["document_kl"] = list(self.document_kl)
         fields["block_errors"] = [error.to_dict() for error in self.block_errors]
         return {key: _json_value(value) for key, value in fields.items()}
 

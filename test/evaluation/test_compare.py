@@ -43,6 +43,7 @@ def _check_against_naive(report, reference, candidate):
     assert report.kl_mean == pytest.approx(float(kl.mean()), rel=1e-3, abs=1e-6)
     assert report.kl_max == pytest.approx(float(kl.max()), rel=1e-3, abs=1e-6)
     assert report.kl_stderr == pytest.approx(float(kl.mean(dim=1).std()) / math.sqrt(len(kl)), rel=1e-2)
+    assert report.document_kl == pytest.approx(kl.mean(dim=1).tolist(), rel=1e-3, abs=1e-6)
     assert report.top1_agreement == pytest.approx(same)
     assert (report.reference_perplexity, report.candidate_perplexity) == pytest.approx(perplexities, rel=1e-5)
 

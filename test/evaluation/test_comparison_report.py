@@ -27,6 +27,7 @@ def report() -> ComparisonReport:
         kl_mean=0.0123456789,
         kl_stderr=0.001,
         kl_max=0.5,
+        document_kl=(0.01, 0.02),
         top1_agreement=0.875,
         reference_perplexity=10.0,
         candidate_perplexity=math.inf,
@@ -50,6 +51,7 @@ def test_json_is_strict(report):
     assert fields["weight_sqnr_db"]["layers.0"] == 30.0
     assert fields["weight_sqnr_db"]["exact"] is None
     assert fields["unmatched_layers"] == ["head"]
+    assert fields["document_kl"] == [0.01, 0.02]
     assert [entry["own_error"] for entry in fields["block_errors"]] == list(OWN_ERRORS)
     assert fields["block_errors"][2] == {
         "name": "block.2",
