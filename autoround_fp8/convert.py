@@ -36,7 +36,7 @@ from autoround_fp8.model_card import CARD_FILE, SOURCE_CARD_FILE
 from autoround_fp8.model_source import ModelSource
 from autoround_fp8.models.skeleton import Skeleton, build_skeleton, load_config, source_dtype
 from autoround_fp8.numerics.fp8 import dequantize_fp8
-from autoround_fp8.pipeline import REPORT_SCHEMA, ExportSummary, write_formats
+from autoround_fp8.pipeline import REPORT_SCHEMA, ExportSummary, renamed_layers, write_formats
 from autoround_fp8.plan import PlannedExport, QuantizationPlan, make_plan
 from autoround_fp8.records import CacheScales, QuantizedLinear
 from autoround_fp8.schemes import QuantizationScheme
@@ -305,13 +305,14 @@ def _report(
         "format": export.format.name,
         "activations": "not quantised" if export.quantization_config is None else "FP8",
         "converted_from": converted_from,
-        "ignored": sorted(fqn for fqn, scheme in plan.exceptions.items() if not scheme.is_quantized),
+        "ignored": export.ignored,
     }
     kept = {linear.fqn for linear in plan.quantized}
     if "blocks" in old:
-        report["blocks"] = [
-            {**block, "layers": [layer for layer in block["layers"] if layer["fqn"] in kept]} for block in old["blocks"]
-        ]
+        blocks = [{**b, "layers": [layer for layer in b["layers"] if layer["fqn"] in kept]} for b in old["blocks"]]
+        report["blocks"] = [renamed_layers(block, export) for block in blocks]
+    if "ranges_on_few_tokens" in old:
+        report["ranges_on_few_tokens"] = [export.name_of(name) for name in old["ranges_on_few_tokens"]]
     if "totals" in old:
         report["totals"] = {**old["totals"], "export_bytes": export.layout.num_bytes}
     return report

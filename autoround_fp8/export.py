@@ -8,14 +8,15 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from autoround_fp8.checkpoint.writer import CONFIG_FILE, REPORT_FILE, CheckpointWriter
 from autoround_fp8.errors import CheckpointError
-from autoround_fp8.formats.base import CheckpointFormat
 from autoround_fp8.formats.kv_cache import encode_cache_scales
 from autoround_fp8.model_card import CARD_FILE, SOURCE_CARD_FILE
+from autoround_fp8.plan import PlannedExport
 from autoround_fp8.records import CacheScales, QuantizedLinear
 
 logger = logging.getLogger(__name__)
@@ -26,16 +27,17 @@ _NOT_COPIED = (CONFIG_FILE, REPORT_FILE, QUANT_CONFIG_FILE)
 
 
 class FormatSink:
-    """Encodes each layer by the format of every writer and puts it there at once."""
+    """Encodes each layer as every export has it and puts it there at once."""
 
-    def __init__(self, *targets: tuple[CheckpointWriter, CheckpointFormat]):
+    def __init__(self, *targets: tuple[CheckpointWriter, PlannedExport]):
         self._targets = targets
 
     def put(self, linear: QuantizedLinear) -> None:
         """Writes the tensors of one layer."""
-        for writer, checkpoint_format in self._targets:
-            dtype = writer.planned_dtype(f"{linear.fqn}.weight")
-            for name, tensor in checkpoint_format.encode(linear, dtype).items():
+        for writer, export in self._targets:
+            named = replace(linear, fqn=export.name_of(linear.fqn))
+            dtype = writer.planned_dtype(f"{named.fqn}.weight")
+            for name, tensor in export.format.encode(named, dtype).items():
                 writer.write(name, tensor)
 
     def put_cache_scales(self, scales: CacheScales) -> None:

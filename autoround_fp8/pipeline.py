@@ -298,7 +298,7 @@ def write_formats(
             writer = CheckpointWriter(folder, export.layout, side_files, overwrite=config.overwrite, twin=twin)
             writers.append((writer, export))
         own = [(writer, export) for writer, export in writers if not writer.is_twin]
-        made = fill(FormatSink(*((writer, export.format) for writer, export in own)))
+        made = fill(FormatSink(*own))
         for writer, _ in own:
             writer.copy_rest(source.tensors)
         card = _text_of(source.side_files.get(SOURCE_CARD_FILE))
@@ -342,9 +342,9 @@ def make_report(run: PreparedRun, export: PlannedExport, blocks: list[BlockRepor
             "sha256": run.data.sha256,
             "dtype": str(run.dtype).removeprefix("torch."),
         },
-        "blocks": [asdict(block) for block in blocks],
-        "ranges_on_few_tokens": ranges_on_few_tokens(blocks),
-        "ignored": sorted(fqn for fqn, scheme in run.plan.exceptions.items() if not scheme.is_quantized),
+        "blocks": [renamed_layers(asdict(block), export) for block in blocks],
+        "ranges_on_few_tokens": [export.name_of(name) for name in ranges_on_few_tokens(blocks)],
+        "ignored": export.ignored,
         "totals": {
             "mean_weight_sqnr_db": mean_sqnr_db(blocks),
             "source_bytes": run.source.tensors.stored_bytes,
@@ -356,6 +356,11 @@ def make_report(run: PreparedRun, export: PlannedExport, blocks: list[BlockRepor
     if run.mixed_precision is not None:
         report["mixed_precision"] = run.mixed_precision
     return report
+
+
+def renamed_layers(block: Mapping[str, Any], export: PlannedExport) -> dict[str, Any]:
+    """A block of a report with its layers' names those of the export."""
+    return {**block, "layers": [{**layer, "fqn": export.name_of(layer["fqn"])} for layer in block["layers"]]}
 
 
 def _num_tokens(batches: Sequence[torch.Tensor]) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,11 +35,25 @@ class PlannedExport:
         format: Its format.
         layout: Where each of its tensors goes.
         quantization_config: The block for its config.json, None if it has none.
+        exceptions: Its name, or regular expression for all experts of a layer -> scheme, of the linears in the blocks
+            that differ from the default scheme and of other matrices that stay as they are.
+        names: Layer's name in the source -> its name here, where that is another (experts).
     """
 
     format: CheckpointFormat
     layout: ExportLayout
     quantization_config: Mapping[str, Any] | None
+    exceptions: Mapping[str, QuantizationScheme]
+    names: Mapping[str, str]
+
+    def name_of(self, fqn: str) -> str:
+        """The name here of a layer of the source."""
+        return self.names.get(fqn, fqn)
+
+    @property
+    def ignored(self) -> list[str]:
+        """The exceptions that stay in 16 bit."""
+        return sorted(fqn for fqn, scheme in self.exceptions.items() if not scheme.is_quantized)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,15 +64,12 @@ class QuantizationPlan:
         skeleton: The model on meta.
         blocks: Per decoder block, its linear layers, quantised or not.
         output_layer: The output layer, if it is quantised.
-        exceptions: Checkpoint name, or regular expression for all experts of a layer -> scheme, of the linears in the
-            blocks that differ from the default scheme and of other matrices that stay as they are.
         exports: What is written, one per format.
         cached_attentions: Checkpoint name of each block's attention, if the KV cache gets scales; else empty.
     """
 
     skeleton: Skeleton
     blocks: tuple[tuple[LinearPlan, ...], ...]
-    exceptions: Mapping[str, QuantizationScheme]
     exports: tuple[PlannedExport, ...]
     cached_attentions: tuple[str, ...] = ()
     output_layer: LinearPlan | None = None
@@ -67,6 +78,11 @@ class QuantizationPlan:
     def layout(self) -> ExportLayout:
         """Where each tensor of the first export goes."""
         return self.exports[0].layout
+
+    @property
+    def exceptions(self) -> Mapping[str, QuantizationScheme]:
+        """Those of the first export."""
+        return self.exports[0].exceptions
 
     @property
     def linears(self) -> list[LinearPlan]:
@@ -131,21 +147,22 @@ def make_plan(
     exports = []
     for checkpoint_format in formats:
         checkpoint_format.validate({linear.fqn: linear.scheme for linear in linears})
-        made = _made_tensors(checkpoint_format, skeleton, source, quantized, attentions)
-        clash = sorted(({t.name for t in made} - consumed) & set(source.entries))
-        if clash:
-            raise CheckpointError(f"the source already has a tensor {clash[0]!r}, which the export would replace")
+        names = _changed_names(checkpoint_format, skeleton)
+        made = _made_tensors(checkpoint_format, skeleton, source, quantized, attentions, consumed)
+        tensors = _renamed([*made, *copied], names)
+        own_table = replace(table, schemes={names.get(fqn, fqn): scheme for fqn, scheme in schemes.items()})
         exports.append(
             PlannedExport(
                 format=checkpoint_format,
-                layout=plan_layout([*made, *copied], source.entries, consumed, parse_size(config.max_shard_size)),
-                quantization_config=_described(checkpoint_format, table, linears),
+                layout=plan_layout(tensors, source.entries, consumed, parse_size(config.max_shard_size)),
+                quantization_config=_described(checkpoint_format, own_table, linears, names),
+                exceptions=own_table.entries(lambda scheme: scheme != config.scheme),
+                names=names,
             )
         )
     return QuantizationPlan(
         skeleton=skeleton,
         blocks=blocks,
-        exceptions=table.entries(lambda scheme: scheme != config.scheme),
         exports=tuple(exports),
         cached_attentions=attentions,
         output_layer=output,
@@ -194,6 +211,7 @@ def _made_tensors(
     source: TensorSource,
     quantized: Mapping[str, LinearPlan],
     attentions: Sequence[str],
+    consumed: set[str],
 ) -> list[PlannedTensor]:
     """The tensors that quantised layers become, and the scales of the KV cache."""
     made = [tensor for fqn in attentions for tensor in planned_cache_scales(fqn)]
@@ -208,7 +226,21 @@ def _made_tensors(
                 )
         dtype = source.entries[tensor].dtype
         made += checkpoint_format.planned_tensors(fqn, linear.shape, linear.scheme, dtype)
+    clash = sorted(({tensor.name for tensor in made} - consumed) & set(source.entries))
+    if clash:
+        raise CheckpointError(f"the source already has a tensor {clash[0]!r}, which the export would replace")
     return made
+
+
+def _changed_names(checkpoint_format: CheckpointFormat, skeleton: Skeleton) -> dict[str, str]:
+    by_projection = checkpoint_format.names_experts_by_projection
+    sources = skeleton.experts.values()
+    return {fqn: name for source in sources for fqn, name in source.renamed(by_projection=by_projection).items()}
+
+
+def _renamed(tensors: Sequence[PlannedTensor], names: Mapping[str, str]) -> list[PlannedTensor]:
+    parts = ((tensor, *tensor.name.rpartition(".")) for tensor in tensors)
+    return [replace(t, name=f"{names[fqn]}.{part}") if fqn in names else t for t, fqn, _, part in parts]
 
 
 def _copied_tensors(source: TensorSource, consumed: set[str]) -> list[PlannedTensor]:
@@ -232,7 +264,7 @@ def _consumed_tensors(skeleton: Skeleton, quantized: Mapping[str, LinearPlan]) -
 
 
 def _described(
-    checkpoint_format: CheckpointFormat, table: SchemeTable, linears: Sequence[LinearPlan]
+    checkpoint_format: CheckpointFormat, table: SchemeTable, linears: Sequence[LinearPlan], names: Mapping[str, str]
 ) -> dict[str, Any] | None:
     """The config that is written, after reading it as a loader does: it must say of every layer what the plan says."""
     block = checkpoint_format.quantization_config(table)
@@ -240,7 +272,7 @@ def _described(
         return None
     parsed = checkpoint_format.parse(block)
     assert parsed is not None
-    wanted = {linear.fqn: linear.scheme for linear in linears}
+    wanted = {names.get(linear.fqn, linear.fqn): linear.scheme for linear in linears}
     # Not by the model's names in the blocks: only formats for transformers need those.
     modules = {linear.module for linear in linears}
     wanted |= {name: UNQUANTIZED for name in table.also_kept if name not in modules}

@@ -64,13 +64,10 @@ TEXT = "Rivers carve valleys over many years, and a loaf needs flour, water, sal
 def expectation(kind: str, export: str) -> tuple[str, str]:
     """How the consumer of an export takes it, and why if not as we do (auto-round 0.16.1, transformers 5.24).
 
-    Where: transformers/integrations/compressed_tensors.py, line 55; auto_round/modeling/fused_moe/
-    moe_experts_interface.py, line 100, whose names for Mixtral's experts Intel's exporter and loader use.
+    Where: transformers/integrations/compressed_tensors.py, line 55.
     """
     if export == "fp8":
         return NOT, "transformers reads block scales only under this label, and takes codes for values"
-    if export.startswith("fp8_static") and kind == "mixtral":
-        return NOT, "auto-round knows Mixtral's experts as gate_proj/up_proj/down_proj, also in its own exports"
     if export.startswith("llm_compressor") and kind in MOE:
         return PLAIN_EXPERTS, "transformers dequantises experts into one tensor (CompressedTensorsDequantize)"
     return SAME, ""

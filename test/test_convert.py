@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,7 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
         {"format": "llm_compressor,fp8,fake,fp8_static", "scheme": parse_scheme("FP8_STATIC_TENSOR")},
     ),
     "fused_experts": ("granitemoe", {"format": "fp8_static,llm_compressor"}),
+    "ignored_experts": ("phimoe", {"format": "fp8_static,llm_compressor", "ignore_layers": ("layers.1.mlp.experts",)}),
     "dynamic": ("qwen3", {"format": "llm_compressor", "scheme": parse_scheme("FP8_DYNAMIC")}),
 }
 PAIRS = [
@@ -109,6 +111,36 @@ def test_several_formats_at_once(base: Path, tmp_path: Path) -> None:
     for name, folder in summary.folders.items():
         assert folder == tmp_path / "out" / name
         assert_same(folder, folders[name])
+
+
+def old_names(tensors: dict[str, torch.Tensor], block: dict[str, Any]) -> None:
+    """As exports of before had it: Mixtral's own names of experts."""
+    leaves = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+    for name in list(tensors):
+        tensors[re.sub("|".join(leaves), lambda match: leaves[match[0]], name)] = tensors.pop(name)
+    block["extra_config"] = json.loads(
+        json.dumps(block["extra_config"]).replace("down_proj|gate_proj|up_proj", "w1|w2|w3")
+    )
+
+
+@pytest.mark.parametrize("other", ["fp8_static", "llm_compressor"])
+def test_an_old_fp8_static_export_of_mixtral(base: Path, tmp_path: Path, other: str) -> None:
+    folders = exported(base, "tensor_experts").folders
+    old = rewritten(folders["fp8_static"], tmp_path / "old", old_names)
+    assert CheckpointReader(old).entries["model.layers.1.block_sparse_moe.experts.7.w3.weight"].dtype == "F8_E4M3"
+    out = convert_checkpoint(old, tmp_path / "out", format=other).summary.folder
+    assert_same(out, folders[other])
+    one, two = (load_model(folder)(input_ids=ROWS).logits for folder in (old, out))
+    assert torch.equal(one, two)
+
+
+def test_reports_name_layers_as_their_export_does(base: Path, tmp_path: Path) -> None:
+    folders = exported(base, "ignored_experts").folders
+    for one, other in (("fp8_static", "llm_compressor"), ("llm_compressor", "fp8_static")):
+        out = convert_checkpoint(folders[one], tmp_path / other, format=other).summary.folder
+        new, wanted = (json.loads((f / "quantization_report.json").read_text()) for f in (out, folders[other]))
+        for key in ("blocks", "ranges_on_few_tokens", "ignored"):
+            assert new[key] == wanted[key]
 
 
 def test_report_card_and_side_files_stay(tmp_path: Path) -> None:

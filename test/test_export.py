@@ -10,6 +10,7 @@ import pytest
 import torch
 from tiny_models import tiny_model
 
+from autoround_fp8.checkpoint.layout import plan_layout
 from autoround_fp8.config import QuantizeConfig
 from autoround_fp8.errors import CheckpointError
 from autoround_fp8.export import (
@@ -22,10 +23,9 @@ from autoround_fp8.export import (
 from autoround_fp8.formats.table import get_format
 from autoround_fp8.model_source import open_model
 from autoround_fp8.pipeline import prepare
+from autoround_fp8.plan import PlannedExport
 from autoround_fp8.records import QuantizedLinear
 from autoround_fp8.schemes import parse_layer_config
-
-FORMAT = get_format("fp8_static")
 
 
 def layer(fqn: str = "model.layers.0.mlp.up_proj") -> QuantizedLinear:
@@ -35,6 +35,13 @@ def layer(fqn: str = "model.layers.0.mlp.up_proj") -> QuantizedLinear:
         weight_scale=torch.tensor([[1.0], [2.0], [4.0]]),
         input_scale=torch.tensor([0.5]),
         bias=torch.ones(3),
+    )
+
+
+def planned(name: str, names: dict[str, str] | None = None) -> PlannedExport:
+    layout = plan_layout([], [], [], 1)
+    return PlannedExport(
+        format=get_format(name), layout=layout, quantization_config=None, exceptions={}, names=names or {}
     )
 
 
@@ -54,10 +61,15 @@ class FakeWriter:
 def test_the_format_sink_writes_each_tensor_at_once() -> None:
     writer: Any = FakeWriter()
     other: Any = FakeWriter()
-    FormatSink((writer, FORMAT), (other, get_format("llm_compressor"))).put(layer("a.b"))
+    sink = FormatSink((writer, planned("fp8_static")), (other, planned("llm_compressor", {"a.b": "a.c"})))
+    sink.put(layer("a.b"))
     shapes = {name: tuple(tensor.shape) for name, tensor in writer.written.items()}
     assert shapes == {"a.b.weight": (3, 2), "a.b.weight_scale": (3,), "a.b.input_scale": (1,)}
-    assert other.written["a.b.weight_scale"].shape == (3, 1)
+    assert {name: tuple(tensor.shape) for name, tensor in other.written.items()} == {
+        "a.c.weight": (3, 2),
+        "a.c.weight_scale": (3, 1),
+        "a.c.input_scale": (1,),
+    }
 
 
 def test_the_memory_sink_keeps_layers_by_name_in_order() -> None:

@@ -12,6 +12,8 @@ import torch
 
 from autoround_fp8.checkpoint.reader import TensorSource
 from autoround_fp8.errors import CheckpointError
+from autoround_fp8.formats.base import EXPERT_NAME
+from autoround_fp8.models.families import EXPERT_PROJECTIONS
 
 logger = logging.getLogger(__name__)
 
@@ -34,26 +36,35 @@ def weight_sqnr(reference: TensorSource, candidate: TensorSource) -> tuple[dict[
     """
     found: dict[str, float] = {}
     unmatched = []
+    weights = [name.removesuffix(".weight") for name in reference.entries if name.endswith(".weight")]
+    references = {_matched_name(fqn): fqn for fqn in weights}
     for name, entry in candidate.entries.items():
         if entry.dtype != "F8_E4M3" or not name.endswith(".weight"):
             continue
         fqn = name.removesuffix(".weight")
-        other = reference.entries.get(name)
+        other = references.get(_matched_name(fqn))
         if other is None:
             unmatched.append(fqn)
-        elif other.shape != entry.shape:
-            raise CheckpointError(f"tensor {name!r} is {list(entry.shape)}, in the reference {list(other.shape)}")
-        else:
-            found[fqn] = _sqnr_of_layer(fqn, reference, candidate)
+            continue
+        shape = reference.entries[f"{other}.weight"].shape
+        if shape != entry.shape:
+            raise CheckpointError(f"tensor {name!r} is {list(entry.shape)}, in the reference {list(shape)}")
+        found[fqn] = _sqnr_of_layer((reference, other), (candidate, fqn))
     if unmatched:
         logger.warning("%d FP8 layers have no weight in the reference, first %s", len(unmatched), unmatched[0])
     return found, tuple(unmatched)
 
 
-def _sqnr_of_layer(fqn: str, reference: TensorSource, candidate: TensorSource) -> float:
-    """SQNR in dB of one layer, in float32 with sums in float64, a strip of rows at a time."""
-    weights = [reader.read(f"{fqn}.weight") for reader in (reference, candidate)]
-    scales = [_weight_scale(fqn, reader) for reader in (reference, candidate)]
+def _matched_name(fqn: str) -> str:
+    """By projection: a family's experts may be w1 in the one checkpoint and gate_proj in the other."""
+    folder, _, leaf = fqn.rpartition(".")
+    return f"{folder}.{EXPERT_PROJECTIONS[leaf]}" if leaf in EXPERT_PROJECTIONS and EXPERT_NAME.fullmatch(fqn) else fqn
+
+
+def _sqnr_of_layer(*sides: tuple[TensorSource, str]) -> float:
+    """SQNR in dB of a layer (reference, candidate), in float32 with sums in float64, a strip of rows at a time."""
+    weights = [reader.read(f"{fqn}.weight") for reader, fqn in sides]
+    scales = [_weight_scale(fqn, reader) for reader, fqn in sides]
     num_rows = weights[1].shape[0]
     signal = noise = 0.0
     for start in range(0, num_rows, length := max(1, _STRIP_ELEMENTS // max(1, weights[1][0].numel()))):

@@ -101,6 +101,8 @@ class CheckpointFormat(Protocol):
         aliases: Other names that users know it by.
         has_channel_scales: Whether weights may have a scale per output channel.
         splits_fused_experts: Whether experts that are one tensor in the source become one per expert.
+        names_experts_by_projection: Whether experts are called gate_proj, up_proj, down_proj in every family; else as
+            the family's own checkpoints have it (Mixtral: w1, w3, w2).
         writes_config_file: Whether its consumers also read a quantization_config.json.
         has_cache_scales: Whether its consumers read scales of the KV cache.
         has_output_layer: Whether one of its consumers reads an FP8 output layer.
@@ -110,6 +112,7 @@ class CheckpointFormat(Protocol):
     aliases: tuple[str, ...]
     has_channel_scales: bool
     splits_fused_experts: bool
+    names_experts_by_projection: bool
     writes_config_file: bool
     has_cache_scales: bool
     has_output_layer: bool

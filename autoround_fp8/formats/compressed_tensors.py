@@ -44,6 +44,7 @@ class CompressedTensorsFormat:
     aliases: tuple[str, ...] = ("compressed-tensors", "compressed_tensors", "llm-compressor")
     has_channel_scales = True
     splits_fused_experts = True
+    names_experts_by_projection = False
     writes_config_file = False
     has_cache_scales = True
     has_output_layer = True

@@ -25,6 +25,7 @@ class FakeFormat:
     aliases: tuple[str, ...] = ()
     has_channel_scales = True
     splits_fused_experts = False
+    names_experts_by_projection = False
     writes_config_file = False
     has_cache_scales = False
     has_output_layer = True

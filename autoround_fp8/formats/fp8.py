@@ -31,6 +31,7 @@ class Fp8Format:
     aliases: tuple[str, ...] = ()
     has_channel_scales = False
     splits_fused_experts = True
+    names_experts_by_projection = False
     writes_config_file = False
     has_cache_scales = False
     has_output_layer = False

@@ -2,8 +2,9 @@
 
 A linear: `X.weight` float8_e4m3fn `[out, in]`, `X.weight_scale` float32 `[out]`, `X.input_scale` float32 `[1]`. Intel's
 loader knows no scale per matrix, so that is repeated for every channel, and config.json says so for our own reader.
-Layers that stay in 16 bit are listed under `extra_config`.
-Source: auto-round 0.16.1, export/export_to_autoround/export_to_fp8.py and inference/backend.py.
+Layers that stay in 16 bit are listed under `extra_config`. Experts are gate_proj, up_proj, down_proj in every family.
+Source: auto-round 0.16.1, export/export_to_autoround/export_to_fp8.py, inference/backend.py and
+modeling/fused_moe/moe_experts_interface.py.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class Fp8StaticFormat:
     aliases: tuple[str, ...] = ("auto_round", "auto_round:fp8_static", "auto-round", "auto-round:fp8_static")
     has_channel_scales = True
     splits_fused_experts = True
+    names_experts_by_projection = True
     writes_config_file = True
     has_cache_scales = False
     has_output_layer = True

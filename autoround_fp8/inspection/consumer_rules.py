@@ -155,7 +155,8 @@ RULES: tuple[Rule, ...] = (
         fact=MIXTRAL_NAMES,
         labels=(_INTEL_LABEL,),
         consumers=(INTEL,),
-        reason="knows Mixtral's experts as gate_proj, up_proj, down_proj only, and leaves w1, w2, w3 unread: NaN",
+        reason="knows Mixtral's experts as gate_proj, up_proj, down_proj only, and leaves w1, w2, w3 unread: NaN; "
+        "convert it to fp8_static again",
     ),
     Rule(
         fact=LATENT_ATTENTION,

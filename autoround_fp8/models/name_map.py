@@ -7,8 +7,8 @@ slice of a fused tensor, so that nothing but the block at work has to be in memo
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autoround_fp8.checkpoint.materialize import TensorPart
@@ -30,12 +30,14 @@ class ExpertsSource:
         names: (expert, projection) -> name of that Linear in the export, without `.weight`.
         fused: Fused parameter's name (`gate_up_proj`, `down_proj_bias` ...) -> tensor with all experts; empty if the
             checkpoint has one tensor per expert and projection, which is then `names` plus `.weight`.
+        family_leaves: Projection -> what the family's own checkpoints call it (`w1`), if transformers says so.
     """
 
     module: str
     layout: ExpertsLayout
     names: dict[tuple[int, str], str] = field(default_factory=dict)
     fused: dict[str, str] = field(default_factory=dict)
+    family_leaves: dict[str, str] = field(default_factory=dict)
 
     @property
     def is_fused(self) -> bool:
@@ -51,6 +53,16 @@ class ExpertsSource:
         if self.is_fused:
             return self.fused[self.layout.linear_of(projection)]
         return f"{self.names[expert, projection]}.weight"
+
+    def renamed(self, *, by_projection: bool) -> dict[str, str]:
+        """Name of a Linear -> its name by projection (`X.gate_proj`) or as the family has it, where that is another."""
+        found = {}
+        for (_, projection), name in self.names.items():
+            folder, _, leaf = name.rpartition(".")
+            wanted = projection if by_projection else self.family_leaves.get(projection, leaf)
+            if wanted != leaf:
+                found[name] = f"{folder}.{wanted}"
+        return found
 
     def recipes(self) -> dict[str, tuple[TensorPart, ...]]:
         """Parameter name of the layer's `LinearExperts` -> the parts its rows are read from."""
@@ -110,8 +122,12 @@ def map_names(model: Any, tensor_names: Iterable[str], layouts: Mapping[str, Exp
     builder = _Builder(model, layouts)
     # Single experts, which an export of fused ones has: transformers drops a prefix only from names it knows.
     known = {**state, **dict.fromkeys(_single_experts(layouts), True)}
+
+    def rename(name: str) -> tuple[str, str | None]:
+        return rename_source_key(name, renamings, converters, model.base_model_prefix, known)
+
     for name in sorted(tensor_names):
-        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, known)
+        target, pattern = rename(name)
         if builder.add_expert(name, target, pattern):
             continue
         if pattern is not None and target in state:
@@ -119,7 +135,11 @@ def map_names(model: Any, tensor_names: Iterable[str], layouts: Mapping[str, Exp
                 f"parameter {target!r} is made from several tensors ({name!r} ...); not supported yet"
             )
         builder.add_plain(name, target, known=target in state)
-    return builder.finish(state)
+    return builder.finish(state, rename)
+
+
+# Tensor -> the parameter it is of, and the pattern of the several tensors that make it, if it is one of those.
+_Rename = Callable[[str], tuple[str, str | None]]
 
 
 class _Builder:
@@ -176,9 +196,12 @@ class _Builder:
         self._fused[module][leaf] = name
         return True
 
-    def finish(self, state: Mapping[str, Any]) -> NameMap:
+    def finish(self, state: Mapping[str, Any], rename: _Rename) -> NameMap:
         model = self._model
-        experts = {module: self._finish_experts(module, layout) for module, layout in self._layouts.items()}
+        experts = {
+            module: _with_family_leaves(self._finish_experts(module, layout), rename)
+            for module, layout in self._layouts.items()
+        }
         held = tuple(f"{module}." for module in self._layouts)
         tied = {**model.all_tied_weights_keys, **{v: k for k, v in model.all_tied_weights_keys.items()}}
         missing = [
@@ -233,6 +256,18 @@ def _names_of_fused(fused: Mapping[str, str], layout: ExpertsLayout) -> dict[tup
         tensor[: tensor.rfind("experts") + len("experts")],
     )
     return {(e, p): f"{folder}.{e}.{p}" for e in range(layout.num_experts) for p in layout.projections}
+
+
+def _with_family_leaves(source: ExpertsSource, rename: _Rename) -> ExpertsSource:
+    """The same, with the names that transformers, which has rules for the family's own ones only, would read."""
+    found = {}
+    for projection in source.layout.projections:
+        folder = source.names[0, projection].rpartition(".")[0]
+        for leaf in (leaf for leaf, other in EXPERT_PROJECTIONS.items() if other == projection):
+            target, pattern = rename(f"{folder}.{leaf}.weight")
+            if pattern is not None and target.rpartition(".")[0] == source.module:
+                found[projection] = leaf
+    return replace(source, family_leaves=found)
 
 
 def _single_experts(layouts: Mapping[str, ExpertsLayout]) -> list[str]:

@@ -56,6 +56,18 @@ def test_layers_without_counterpart_are_named(tmp_path, caplog):
     assert "1 FP8 layers have no weight in the reference, first x" in caplog.text
 
 
+@pytest.mark.parametrize(("one", "other"), [("w1", "gate_proj"), ("down_proj", "w2")])
+def test_an_experts_projection_is_the_same_by_either_name(tmp_path, one, other):
+    weight = torch.ones(4, 4)
+    plain, quantized = {}, {}
+    for folder in ("x.experts.3", "x"):  # only of experts
+        plain[f"{folder}.{one}.weight"] = weight.clone()
+        quantized[f"{folder}.{other}.weight"] = weight.to(torch.float8_e4m3fn)
+        quantized[f"{folder}.{other}.weight_scale"] = torch.ones(1)
+    reference, candidate = _reader(tmp_path / "a", **plain), _reader(tmp_path / "b", **quantized)
+    assert weight_sqnr(reference, candidate) == ({f"x.experts.3.{other}": math.inf}, (f"x.{other}",))
+
+
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [

@@ -97,7 +97,7 @@ def test_dense(tmp_path: Path, family: str, tied: bool) -> None:
     assert not any(info.values())
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "granitemoe"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "phimoe", "deepseek_v3", "gpt_oss", "granitemoe"])
 def test_experts(tmp_path: Path, family: str) -> None:
     out = export(save_tiny_moe_model(tmp_path / "source", family), tmp_path / "out")
     model = AutoModelForCausalLM.from_pretrained(out)

@@ -85,7 +85,7 @@ def test_experts(tmp_path: Path, family: str, loader: str) -> None:
     assert_same_checkpoint(tmp_path / "saved", out)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "llama4_text"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "llama4_text", "mixtral"])
 def test_experts_in_16_bit(tmp_path: Path, family: str) -> None:
     source = save_tiny_moe_model(tmp_path / "source", family)
     out = export(source, tmp_path / "out", layer_config=parse_layer_config({"experts": {"bits": 16}}))

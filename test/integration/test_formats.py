@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "renamed_head": ("gpt_neox", {}, {"quant_lm_head": True, "max_shard_size": "60KB"}),
     "mixed_head": ("qwen3", {}, {"layer_config": {"lm_head": "FP8_STATIC_TENSOR"}}),
     "ignored_experts": ("qwen2_moe", {}, {"ignore_layers": ("layers.1.mlp.experts",)}),
+    "ignored_renamed": ("minimax_m2", {}, {"ignore_layers": ("layers.1.block_sparse_moe.experts",)}),
 }
 
 
@@ -128,14 +130,15 @@ def test_files_hold_what_the_run_made_bit_for_bit(base: Path, case: str, name: s
     tensors = tensors_of(summary.folder)
     checkpoint_format, parsed = parse_quantization(block_of(summary.folder))
     assert checkpoint_format.name == name
-    for fqn, layer in sink.layers.items():
+    layers = {run.plan.exports[0].name_of(fqn): layer for fqn, layer in sink.layers.items()}
+    for fqn, layer in layers.items():
         found = checkpoint_format.decode(fqn, parsed.resolve(fqn), tensors)
         assert torch.equal(found.weight.view(torch.uint8), layer.weight.view(torch.uint8)), fqn
         assert torch.equal(found.weight_scale, layer.weight_scale), fqn
         assert (found.input_scale is None) == (layer.input_scale is None) == (scheme == "FP8_DYNAMIC")
         assert found.input_scale is None or torch.equal(found.input_scale, layer.input_scale), fqn
     scaled = {name.removesuffix(".weight_scale") for name in tensors if name.endswith(".weight_scale")}
-    assert scaled == sink.layers.keys()
+    assert scaled == layers.keys()
 
 
 @pytest.mark.parametrize(("case", "name", "scheme"), COMBINATIONS)
@@ -169,15 +172,16 @@ def test_scales_are_as_documented(base: Path, case: str, name: str, scheme: str 
         assert scale.dtype == torch.float32
         assert bool((torch.isfinite(scale) & (scale > 0)).all()), key
         assert torch.equal(scale, scale.bfloat16().float()), key
+    name_of = run.plan.exports[0].name_of
     for linear in run.plan.quantized:
-        rows = linear.shape[0]
+        fqn, rows = name_of(linear.fqn), linear.shape[0]
         per_channel = (rows, 1) if name == "llm_compressor" else (rows,)
         shape = per_channel if linear.scheme.group_size == -1 else (1,)
-        assert scales.pop(f"{linear.fqn}.weight_scale").shape == shape
+        assert scales.pop(f"{fqn}.weight_scale").shape == shape
         if not linear.scheme.act_dynamic:
-            assert scales.pop(f"{linear.fqn}.input_scale").shape == (1,)
+            assert scales.pop(f"{fqn}.input_scale").shape == (1,)
             for other in linear.fused:  # q/k/v, gate/up
-                assert torch.equal(tensors[f"{other}.input_scale"], tensors[f"{linear.fqn}.input_scale"])
+                assert torch.equal(tensors[f"{name_of(other)}.input_scale"], tensors[f"{fqn}.input_scale"])
     assert scales == {}
 
 
@@ -455,6 +459,35 @@ def test_several_formats_come_from_one_set_of_codes(base: Path) -> None:
         assert report["format"] == name
         assert set(report["files"]) == {path.name for path in folder.iterdir()}
         assert (folder / "quantization_config.json").exists() == (name == "fp8_static")
+
+
+def leaves_of(names: Iterable[str]) -> set[str]:
+    return {match[1] for match in (re.search(r"\.experts\.\d+\.(\w+)", name) for name in names) if match}
+
+
+@pytest.mark.parametrize("case", ["mixtral", "biased_head", "ignored_renamed"])
+def test_each_format_has_its_readers_names_of_experts(base: Path, case: str) -> None:
+    """mixtral, phimoe, minimax_m2: Intel's loader knows gate_proj, up_proj, down_proj, vLLM w1, w3, w2."""
+    run, summary = exported(base, case, "llm_compressor,fp8_static")
+    own, intels = (tensors_of(folder) for folder in summary.folders.values())
+    names = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+    assert leaves_of(tensors_of(source_of(base, case))) == leaves_of(own) == names.keys()
+    assert leaves_of(intels) == set(names.values())
+    expected = {re.sub(r"(\.experts\.\d+\.)(w\d)", lambda m: m[1] + names[m[2]], key): t for key, t in own.items()}
+    assert intels.keys() == expected.keys()
+    for key, tensor in expected.items():
+        scale = intels[key].reshape(-1)
+        scale = scale[:1] if key.endswith("weight_scale") and tensor.numel() == 1 else scale
+        assert torch.equal(scale.view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), key
+    models = [load_model(folder, dtype="float32", kernel="reference") for folder in summary.folders.values()]
+    assert torch.equal(*map(logits, models))
+    for export, folder in zip(run.plan.exports, summary.folders.values(), strict=True):
+        report = json.loads((folder / "quantization_report.json").read_text())
+        layers = {layer["fqn"] for block in report["blocks"] for layer in block["layers"]}
+        assert {f"{fqn}.weight" for fqn in layers} <= tensors_of(folder).keys()
+        assert report["ignored"] == export.ignored
+        kept = set(re.findall(r"w\d|\w+_proj", " ".join(name for name in report["ignored"] if "experts" in name)))
+        assert kept == (leaves_of(tensors_of(folder)) if case == "ignored_renamed" else set())
 
 
 @pytest.mark.parametrize("case", ["dense", "sharded", "qwen3_moe"])

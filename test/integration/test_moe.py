@@ -432,9 +432,9 @@ def test_a_missing_tensor_is_named_before_anything_is_written(
 def test_a_missing_expert_tensor_of_an_export_is_named(base: Path, tmp_path: Path, leaf: str) -> None:
     out = Path(shutil.copytree(exported(base, "mixtral", "bfloat16")[0], tmp_path / "out"))
     tensors = tensors_of(out)
-    del tensors[f"model.layers.1.block_sparse_moe.experts.3.w3.{leaf}"]
+    del tensors[f"model.layers.1.block_sparse_moe.experts.3.up_proj.{leaf}"]
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
-    expected = "first up_proj of expert 3" if leaf == "weight" else rf"block_sparse_moe\.experts\.3\.w3\.{leaf}"
+    expected = "first up_proj of expert 3" if leaf == "weight" else rf"block_sparse_moe\.experts\.3\.up_proj\.{leaf}"
     with pytest.raises(CheckpointError, match=expected):
         load_quantized_model(out)
 

@@ -86,6 +86,23 @@ def test_names_of_single_experts(family: str) -> None:
     assert source.is_fused == (family in FUSED)
 
 
+@pytest.mark.parametrize("family", list(MOE_FAMILIES))
+def test_both_names_of_experts_are_read_and_lead_to_each_other(family: str) -> None:
+    source = last_experts(family)
+    folder = last_of(family)[1]
+    to_projection = source.renamed(by_projection=True)
+    assert source.renamed(by_projection=False) == {}
+    assert bool(to_projection) == (family in LEAVES)
+    if family in LEAVES:
+        assert to_projection[f"{folder}.3.w1"] == f"{folder}.3.gate_proj"
+        assert len(to_projection) == 3 * NUM_EXPERTS
+        new = [f"{name}.weight" for name in to_projection.values()]
+        read = last_experts(family, *new, without=[f"{name}.weight" for name in to_projection])
+        assert read.renamed(by_projection=True) == {}
+        assert read.renamed(by_projection=False) == {new: old for old, new in to_projection.items()}
+        assert read.recipes().keys() == source.recipes().keys()
+
+
 @pytest.mark.parametrize(
     ("family", "first", "last"),
     [
