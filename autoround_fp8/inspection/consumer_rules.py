@@ -205,6 +205,7 @@ RULES: tuple[Rule, ...] = (
         labels=(_CT,),
         consumers=(VLLM,),
         reason="has the output layer of this family in 16 bit only",
+        source="models/qwen3_next.py:851",
     ),
     Rule(
         fact=CACHE_SCHEME,
