@@ -82,6 +82,7 @@ class BlockwiseCompressor:
         self._quantizer = quantizer or BlockQuantizer()
         self._probes = probes
 
+    @torch.inference_mode(False)  # a caller's would leave tuning without gradients
     @torch.no_grad()
     def run(self, sink: LinearSink, on_block: Callable[[BlockReport], None] = lambda report: None) -> CompressionResult:
         """Quantises every block in order.

@@ -23,8 +23,8 @@ from autoround_fp8.checkpoint.locate import check_output_location
 from autoround_fp8.checkpoint.writer import CheckpointWriter, check_target
 from autoround_fp8.compressor import BlockwiseCompressor, CompressionResult, LinearSink, mean_sqnr_db
 from autoround_fp8.config import QuantizeConfig
-from autoround_fp8.device import has_fast_bfloat16, peak_memory_bytes, resolve_device
-from autoround_fp8.errors import ConfigError
+from autoround_fp8.device import has_fast_bfloat16, is_out_of_memory, peak_memory_bytes, resolve_device
+from autoround_fp8.errors import ConfigError, cause_line
 from autoround_fp8.export import (
     QUANT_CONFIG_FILE,
     FormatSink,
@@ -36,7 +36,7 @@ from autoround_fp8.mixed_precision import check_keep_layers, choose_kept_layers
 from autoround_fp8.model_card import CARD_FILE, SOURCE_CARD_FILE, model_card
 from autoround_fp8.model_source import ModelSource, load_tokenizer
 from autoround_fp8.models.skeleton import Skeleton, build_skeleton, source_dtype
-from autoround_fp8.plan import PlannedExport, QuantizationPlan, calibration_dtype, make_plan
+from autoround_fp8.plan import PlannedExport, QuantizationPlan, calibration_dtype, make_plan, report_fp8_share
 from autoround_fp8.records import BlockReport
 from autoround_fp8.tuning.input_ranges import OBSERVED
 
@@ -94,6 +94,7 @@ def prepare(config: QuantizeConfig, source: ModelSource, tokenizer: Any = None) 
     skeleton = build_skeleton(source.config, source.tensors.entries, dtype, trust_remote_code=config.trust_remote_code)
     plan = make_plan(config, skeleton, source.tensors, *formats)
     check_keep_layers(config.keep_layers, plan)
+    report_fp8_share(plan)
     _check_tuning(config, plan)
     data = CalibrationData(samples=(), sources=(), sha256="")
     probes: tuple[torch.Tensor, ...] = ()
@@ -193,7 +194,11 @@ def _report_without_data(config: QuantizeConfig) -> None:
 def compress(
     run: PreparedRun, sink: LinearSink, on_block: Callable[[BlockReport], None] = lambda report: None
 ) -> CompressionResult:
-    """Runs the compressor over a prepared run; each quantised layer goes to `sink`."""
+    """Runs the compressor over a prepared run; each quantised layer goes to `sink`.
+
+    Raises:
+        AutoRoundError: With one sentence on what is wrong, a lack of memory among it.
+    """
     compressor = BlockwiseCompressor(
         run.plan,
         run.source.tensors,
@@ -208,7 +213,15 @@ def compress(
         ),
         probes=run.probes,
     )
-    result = compressor.run(sink, on_block)
+    try:
+        result = compressor.run(sink, on_block)
+    except (RuntimeError, MemoryError) as e:
+        if not is_out_of_memory(e):
+            raise
+        raise ConfigError(
+            f"out of memory on {run.device} with batch_size {run.config.batch_size} and seqlen {run.config.seqlen}; "
+            f"make them smaller ({cause_line(e)})"
+        ) from e
     if few := ranges_on_few_tokens(result.blocks):
         logger.info(
             "%d ranges of inputs or caches hang on fewer than %d tokens: %s%s; more or other data may exceed them",

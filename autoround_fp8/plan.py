@@ -6,6 +6,7 @@ Read `compressor.py` for how a plan is carried out.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,6 +26,9 @@ from autoround_fp8.models.skeleton import Skeleton
 from autoround_fp8.schemes import UNQUANTIZED, QuantizationScheme, SchemeResolver, matches_layer
 
 logger = logging.getLogger(__name__)
+
+# With less of the linear layers' weights in FP8, a checkpoint is hardly a quantised one.
+_LEAST_FP8_SHARE = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,6 +326,21 @@ def _report_unused(skeleton: Skeleton) -> None:
         type(skeleton.model).__name__,
         skeleton.unused[0],
     )
+
+
+def report_fp8_share(plan: QuantizationPlan) -> None:
+    """Warns if most of what could be FP8 stays in 16 bit."""
+    sizes = {True: 0, False: 0}
+    for linear in plan.linears:
+        sizes[linear.scheme.is_quantized] += math.prod(linear.shape)
+    share = sizes[True] / sum(sizes.values())
+    if share < _LEAST_FP8_SHARE:
+        largest = max((x for x in plan.linears if not x.scheme.is_quantized), key=lambda x: math.prod(x.shape))
+        logger.warning(
+            "only %.0f %% of the weights of linear layers become FP8; among those that stay in 16 bit is %s",
+            100 * share,
+            largest.fqn,
+        )
 
 
 def _copied_matrices(

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tiny_models import VOCAB_SIZE, save_tiny_model, tiny_model, tiny_tokenizer
-from tiny_moe_models import tiny_moe_model
+from tiny_moe_models import save_tiny_moe_model, tiny_moe_model
 
 from autoround_fp8 import AutoRound, QuantizationScheme, WeightFP8ActFP8StaticQuantLinear, load_quantized_model
 from autoround_fp8.autoround import parse_names
@@ -44,7 +44,9 @@ def logits(model: Any) -> torch.Tensor:
         return model(input_ids=ROWS).logits
 
 
-@pytest.mark.parametrize("keyword", ["ignore_layer", "nsample", "group_sise", "enable_minmax_tuning", "amp"])
+@pytest.mark.parametrize(
+    "keyword", ["ignore_layer", "fp_layers", "nsample", "group_sise", "enable_minmax_tuning", "amp"]
+)
 def test_an_unknown_keyword_is_a_type_error(keyword: str) -> None:
     with pytest.raises(TypeError, match=keyword):
         rounder(tiny_model(), **{keyword: 1})
@@ -99,9 +101,9 @@ def test_names_come_as_a_comma_list_or_a_sequence(names: Any) -> None:
     assert parse_names(None) == parse_names("") == ()
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen2", "gemma3_text"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "gemma3_text", "qwen3_moe"])
 def test_quantize_then_save_equals_quantize_and_save(tmp_path: Path, family: str) -> None:
-    source = save_tiny_model(tmp_path / "source", family)
+    source = (save_tiny_moe_model if family == "qwen3_moe" else save_tiny_model)(tmp_path / "source", family)
     together = rounder(source)
     reloaded, one = together.quantize_and_save(tmp_path / "one")
     apart = rounder(source)
@@ -182,8 +184,10 @@ AutoRound(sys.argv[2], **settings).quantize_and_save(sys.argv[3])
 """
 
 
-def test_a_second_run_in_the_process_equals_a_fresh_one(tmp_path: Path) -> None:
-    sources = [save_tiny_model(tmp_path / family, family) for family in ("qwen3", "gemma3_text")]
+@pytest.mark.parametrize("second", ["gemma3_text", "qwen3_moe"])
+def test_a_second_run_in_the_process_equals_a_fresh_one(tmp_path: Path, second: str) -> None:
+    save = save_tiny_moe_model if second == "qwen3_moe" else save_tiny_model
+    sources = [save_tiny_model(tmp_path / "first"), save(tmp_path / "second", second)]
     rows = tmp_path / "rows.pt"
     torch.save(ROWS, rows)
     outs = [rounder(source).quantize_and_save(tmp_path / f"here{i}")[1] for i, source in enumerate(sources)]

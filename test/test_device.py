@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from autoround_fp8.device import has_fast_bfloat16, peak_memory_bytes, release_memory, resolve_device
+from autoround_fp8.device import has_fast_bfloat16, is_out_of_memory, peak_memory_bytes, release_memory, resolve_device
 from autoround_fp8.errors import ConfigError
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
@@ -42,6 +42,14 @@ def test_other_words_are_refused_by_name(word: str) -> None:
 
 def test_fast_bfloat16_is_an_answer_for_the_cpu() -> None:
     assert has_fast_bfloat16(torch.device("cpu")) in (True, False)
+
+
+def test_a_lack_of_memory_is_known_on_every_device() -> None:
+    lacks = [torch.OutOfMemoryError("CUDA out of memory"), MemoryError(), RuntimeError("[..] DefaultCPUAllocator: not")]
+    assert [is_out_of_memory(error) for error in (*lacks, RuntimeError("size mismatch"), ValueError())] == [
+        *[True] * 3,
+        *[False] * 2,
+    ]
 
 
 def test_memory_is_counted_in_bytes_and_release_is_harmless() -> None:

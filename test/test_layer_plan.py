@@ -244,6 +244,15 @@ def test_ignoring_one_experts_gate_keeps_its_up_too(warnings_of: pytest.LogCaptu
     assert plan.layout.tensors[f"{name}.down_proj.weight"].dtype == "F8_E4M3"
 
 
+def test_a_layer_without_v_proj_widens_to_what_it_has(warnings_of: pytest.LogCaptureFixture) -> None:
+    found = schemes_of(plan_of(model_of("gemma4_text"), "k_proj"))
+    kept = {fqn for fqn, group in found.items() if group is None and ".self_attn." in fqn}
+    # Blocks of full attention use the keys as values.
+    parts = [(0, "q_proj"), (0, "k_proj"), (0, "v_proj"), (1, "q_proj"), (1, "k_proj")]
+    assert kept == {f"model.layers.{layer}.self_attn.{leaf}" for layer, leaf in parts}
+    assert "model.layers.1.self_attn.q_proj stays in 16 bit too" in warnings_of.text
+
+
 @pytest.mark.parametrize(
     ("family", "pattern"),
     [

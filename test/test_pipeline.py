@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from tiny_models import FAMILIES, VOCAB_SIZE, save_tiny_model, tiny_model, tiny_tokenizer
+from tiny_moe_models import tiny_moe_model
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from autoround_fp8 import pipeline
 from autoround_fp8.autoround import parse_names
@@ -108,6 +111,7 @@ SIDE_FILES = {
     "generation_config.json": b'{"do_sample": false, "temperature": 0.6}\n',  # transformers refuses to save this
     "chat_template.jinja": b"{{ messages[0] }}",
     "LICENSE": b"mine\r\n",
+    "preprocessor_config.json": b'{"size": 4 }',
     "parser.json": b"{not json",
     "vocab.bpe.txt": b"\xff\x00\xfe",
 }
@@ -175,11 +179,66 @@ def test_a_tied_head_is_not_written_and_is_tied_again(tmp_path: Path, family: st
     assert torch.equal(model.lm_head.weight, tiny_model(family, tie_word_embeddings=True).lm_head.weight)
 
 
-def test_an_untied_head_keeps_both_tensors(tmp_path: Path) -> None:
-    out = export(save_tiny_model(tmp_path / "source"), tmp_path / "out")
-    tensors = read_tensors(out)
-    assert not torch.equal(tensors["lm_head.weight"], tensors["model.embed_tokens.weight"])
-    assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] is False
+def head_of_its_own(model: Any) -> Any:
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().flip(0))
+    return model
+
+
+# The first is not tied, the second is, if its config does not say.
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
+@pytest.mark.parametrize("way", ["folder", "memory"])
+def test_an_untied_head_is_kept(tmp_path: Path, family: str, way: str) -> None:
+    model = head_of_its_own(tiny_model(family, tie_word_embeddings=True))
+    model.config.tie_word_embeddings = False
+    if way == "folder":
+        model.save_pretrained(tmp_path / "source")
+    out = export(tmp_path / "source" if way == "folder" else model, tmp_path / "out")
+    assert AutoConfig.from_pretrained(out).tie_word_embeddings is False
+    embedding, head = model.model.embed_tokens.weight, model.lm_head.weight
+    assert not torch.equal(embedding, head)
+    for load in (load_quantized_model, AutoModelForCausalLM.from_pretrained):
+        reloaded = load(out)
+        assert torch.equal(reloaded.model.embed_tokens.weight, embedding)
+        assert torch.equal(reloaded.lm_head.weight, head)
+
+
+def test_a_head_of_its_own_is_kept_whatever_the_config_says(tmp_path: Path) -> None:
+    model = head_of_its_own(tiny_model(tie_word_embeddings=True))
+    assert model.config.tie_word_embeddings
+    out = export(model, tmp_path / "out")
+    assert torch.equal(read_tensors(out)["lm_head.weight"], model.lm_head.weight)
+    assert torch.equal(load_quantized_model(out).lm_head.weight, model.lm_head.weight)
+
+
+def test_a_flag_that_says_untied_gives_a_model_in_memory_both_tensors(tmp_path: Path) -> None:
+    model = tiny_model(tie_word_embeddings=True)
+    model.config.tie_word_embeddings = False
+    tensors = read_tensors(export(model, tmp_path / "out"))
+    assert torch.equal(tensors["lm_head.weight"], tensors["model.embed_tokens.weight"])
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
+def test_nothing_in_shards_is_lost_if_the_config_says_nothing_of_tying(tmp_path: Path, family: str) -> None:
+    source = save_tiny_model(tmp_path / "source", family, max_shard_size="60KB")
+    config = json.loads((source / "config.json").read_text())
+    config.pop("tie_word_embeddings", None)
+    (source / "config.json").write_text(json.dumps(config))
+    run = prepared(source, max_shard_size="60KB")
+    before, after = read_tensors(source), read_tensors(export_run(run, tmp_path / "out").folder)
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
+    scales = {f"{x.fqn}.{leaf}" for x in run.plan.quantized for leaf in ("weight_scale", "input_scale")}
+    assert after.keys() == before.keys() | scales
+    assert torch.equal(load_quantized_model(tmp_path / "out").lm_head.weight, before["lm_head.weight"])
+
+
+def test_weights_that_are_not_contiguous_are_saved(tmp_path: Path) -> None:
+    model = tiny_model()
+    plain = export(model, tmp_path / "plain")
+    for parameter in model.parameters():
+        if parameter.ndim == 2:
+            parameter.data = parameter.data.t().contiguous().t()
+    assert not model.model.layers[1].mlp.up_proj.weight.is_contiguous()
+    assert_same_tensors(plain, export(model, tmp_path / "strided"))
 
 
 @pytest.mark.parametrize(
@@ -199,11 +258,18 @@ def test_a_model_in_memory_gives_the_same_tensors_as_its_folder(
     assert torch.equal(logits(load_quantized_model(from_path)), logits(load_quantized_model(from_memory)))
 
 
-def test_a_model_in_memory_brings_its_tokenizer_if_it_is_given(tmp_path: Path) -> None:
+def test_a_model_in_memory_brings_its_tokenizer_if_it_is_given(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("autoround_fp8"), "propagate", True)
+    caplog.set_level(logging.INFO)
     with_one = export(tiny_model(), tmp_path / "one", tiny_tokenizer())
+    expected = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"}
+    assert expected <= {p.name for p in with_one.iterdir()}
+    assert "so none is exported" not in caplog.text
     without = export(tiny_model(), tmp_path / "two")
-    assert {"tokenizer.json", "tokenizer_config.json", "generation_config.json"} <= {p.name for p in with_one.iterdir()}
     assert not (without / "tokenizer.json").exists()
+    assert "no tokenizer was given with the model in memory, so none is exported" in caplog.text
 
 
 def test_an_invalid_generation_config_in_memory_is_saved_as_it_is(tmp_path: Path) -> None:
@@ -241,6 +307,20 @@ def test_a_failure_between_two_blocks_leaves_the_users_files_only(tmp_path: Path
         export_run(run, out, on_block=stop)
     assert [p.name for p in out.iterdir()] == ["notes.md"]
     assert (export_run(run, out).folder / "notes.md").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("DefaultCPUAllocator: no")]
+)
+def test_a_lack_of_memory_names_what_to_make_smaller(tmp_path: Path, error: Exception) -> None:
+    def forward(*_args: Any, **_kwargs: Any) -> None:
+        raise error
+
+    run = prepared(save_tiny_model(tmp_path / "source"))
+    run.plan.skeleton.model.model.layers[1].mlp.forward = forward
+    with pytest.raises(ConfigError, match=f"out of memory on cpu with batch_size 2 and seqlen 2048; .*{error}"):
+        export_run(run, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_damaged_weight_leaves_nothing(tmp_path: Path) -> None:
@@ -294,12 +374,14 @@ def test_two_runs_give_the_same_bytes(tmp_path: Path) -> None:
         assert (one / name).read_bytes() == (two / name).read_bytes(), name
 
 
-def test_inference_mode_makes_no_difference(tmp_path: Path) -> None:
+@pytest.mark.parametrize("iters", [0, 2])
+def test_inference_mode_makes_no_difference(tmp_path: Path, iters: int) -> None:
     source = save_tiny_model(tmp_path / "source")
+    settings = {"iters": iters, "lr": 0.2, "not_use_best_mse": True}
     with torch.inference_mode():
-        wrapped = export(source, tmp_path / "wrapped")
-        in_memory = export(tiny_model(), tmp_path / "in_memory", tiny_tokenizer())
-    plain = export(source, tmp_path / "plain")
+        wrapped = export(source, tmp_path / "wrapped", **settings)
+        in_memory = export(tiny_model(), tmp_path / "in_memory", tiny_tokenizer(), **settings)
+    plain = export(source, tmp_path / "plain", **settings)
     assert_same_tensors(plain, wrapped)
     assert_same_tensors(plain, in_memory)
 
@@ -316,6 +398,17 @@ def test_the_report_says_what_was_done(tmp_path: Path) -> None:
     assert len([layer for block in report["blocks"] for layer in block["layers"]]) == 12
     assert report["totals"]["export_bytes"] == (summary.folder / "model.safetensors").stat().st_size
     assert set(report["files"]) == {p.name for p in summary.folder.iterdir()}
+
+
+@pytest.mark.parametrize(("family", "share"), [("gpt_oss", 14), ("qwen3_moe", None)])
+def test_a_model_that_stays_mostly_in_16_bit_is_warned_about(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, family: str, share: int | None
+) -> None:
+    monkeypatch.setattr(logging.getLogger("autoround_fp8"), "propagate", True)
+    prepared(tiny_moe_model(family))
+    told = [message for message in caplog.messages if message.startswith("only ")]
+    expected = f"only {share} % of the weights of linear layers become FP8; among those that stay in 16 bit is "
+    assert [message.startswith(expected) and "experts" in message for message in told] == [True] * (share is not None)
 
 
 def test_ranges_that_hang_on_few_tokens_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -120,6 +120,9 @@ def test_layer_config_gives_one_layer_another_scheme() -> None:
     plan = plan_of(tiny_model(), layer_config={"down_proj": "FP8_STATIC_TENSOR"})
     assert set(plan.exceptions) == {f"model.layers.{i}.mlp.down_proj" for i in (0, 1)}
     assert {scheme.group_size for scheme in plan.exceptions.values()} == {0}
+    # For Intel's loader fp8_static repeats a scale per matrix.
+    assert plan.layout.tensors["model.layers.0.mlp.down_proj.weight_scale"].shape == (64,)
+    assert plan.layout.tensors["model.layers.0.mlp.up_proj.weight_scale"].shape == (128,)
 
 
 def test_layer_config_16_bit_is_the_same_as_ignoring() -> None:

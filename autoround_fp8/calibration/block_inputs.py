@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoround_fp8.device import is_out_of_memory
 from autoround_fp8.errors import AutoRoundError, UnsupportedModelError, cause_line
 from autoround_fp8.models.patches import swapped_forwards
 from autoround_fp8.records import BlockInputs
@@ -165,10 +166,10 @@ def _forward_of(what: Callable[[], str]) -> Iterator[None]:
     """Turns errors of code that is not ours into one sentence; out of memory is no fault of the model, and stays."""
     try:
         yield
-    except (AutoRoundError, torch.OutOfMemoryError):
+    except AutoRoundError:
         raise
     except _FORWARD_FAULTS as e:
-        if "DefaultCPUAllocator" in str(e):  # torch's out of memory on the CPU has no class of its own
+        if is_out_of_memory(e):
             raise
         raise UnsupportedModelError(f"{what()} cannot be run: {cause_line(e)}") from e
 

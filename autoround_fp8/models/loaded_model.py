@@ -35,7 +35,9 @@ def loaded_tensors(model: Any, plain: Any) -> dict[str, LazyTensor]:
     from transformers.core_model_loading import revert_weight_conversion
 
     held = _held_tensors(model)
-    state = {n: t for n, t in plain.state_dict().items() if n not in plain.all_tied_weights_keys}
+    # A weight that the config calls tied is one of its own all the same if its values differ: the model runs with them.
+    tied = {name for name, other in plain.all_tied_weights_keys.items() if _is_equal(held, name, other)}
+    state = {n: t for n, t in plain.state_dict().items() if n not in tied}
     is_fp8 = any(tensor.dtype == torch.float8_e4m3fn for tensor in held.values())
     # On meta: only the names count. A model loaded in 16 bit remembers how its checkpoint called them.
     names = revert_weight_conversion(plain if is_fp8 else model, dict(state))
@@ -114,8 +116,14 @@ def _held_tensors(model: Any) -> dict[str, LazyTensor]:
             name = f"{prefix}.{leaf}" if prefix else leaf
             load = _Held(tensor) if not tensor.is_meta else _offloaded(module, leaf, name)
             found[name] = LazyTensor(dtype=tensor.dtype, shape=tuple(tensor.shape), load=load)
-    tied = model.all_tied_weights_keys
-    return {name: tensor for name, tensor in found.items() if name not in tied}
+    return found
+
+
+def _is_equal(held: Mapping[str, LazyTensor], name: str, other: str) -> bool:
+    if name not in held or other not in held:
+        return True
+    one, two = held[name].load(), held[other].load()
+    return one.data_ptr() == two.data_ptr() or (one.dtype == two.dtype and torch.equal(one, two))
 
 
 class _Held:

@@ -1,5 +1,6 @@
 """Capture of block inputs: replaying them gives the model's own hidden states, and odd models are refused."""
 
+import weakref
 from contextlib import nullcontext
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from tiny_models import FAMILIES, tiny_model
 from tiny_moe_models import tiny_moe_model
+from torch import nn
 
 from autoround_fp8.calibration.block_inputs import capture_block_inputs, run_block
 from autoround_fp8.errors import NumericsError, UnsupportedModelError
@@ -80,6 +82,46 @@ def test_equal_masks_and_rotary_tables_are_kept_once() -> None:
     }
     # One sliding mask, position ids, and cos and sin of two rotary types, whatever the number of batches and blocks.
     assert len(kept) <= 8
+
+
+class NestedBlock(nn.Module):
+    def forward(self, hidden_states: torch.Tensor, extra: dict[str, Any]) -> torch.Tensor:
+        factor, (offset,) = extra["pair"]
+        return hidden_states * factor + offset
+
+
+class NestedModel(nn.Module):
+    """Its blocks are given a dict that holds a tuple and a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(128, 8)
+        self.blocks = nn.ModuleList(NestedBlock() for _ in range(2))
+
+    def forward(self, input_ids: torch.Tensor, use_cache: bool) -> torch.Tensor:
+        hidden = self.embedding(input_ids)
+        for block in self.blocks:
+            hidden = block(hidden, extra={"pair": (torch.full((8,), 3.0), [torch.full((8,), 2.0)]), "word": "x"})
+        return hidden
+
+
+@torch.no_grad()
+def test_nested_arguments_are_replayed_kept_once_and_released() -> None:
+    model = NestedModel()
+    batches = [torch.randint(4, 128, (2, 8)), torch.randint(4, 128, (1, 5))]
+    calls = capture_block_inputs(model, list(model.blocks), batches, CPU, nullcontext)
+    for number, batch in enumerate(batches):
+        for index in range(2):
+            calls.hidden_states[number] = run_block(model.blocks[index], calls.inputs(number, index), CPU)
+        assert torch.equal(calls.hidden_states[number], model(batch, use_cache=False))
+    extras = [kwargs["extra"] for batch_calls in calls.calls for _, kwargs in batch_calls]
+    kept = {id(tensor): tensor for extra in extras for tensor in (extra["pair"][0], extra["pair"][1][0])}
+    assert len(kept) == 2
+    references = [weakref.ref(tensor) for tensor in kept.values()]
+    del extras, kept
+    for batch_calls in calls.calls:
+        batch_calls[:] = [((), {})] * 2  # as the run does after a block
+    assert [reference() for reference in references] == [None] * 2
 
 
 def test_state_handed_from_block_to_block_is_refused() -> None:

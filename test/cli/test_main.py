@@ -93,9 +93,12 @@ def test_an_option_that_means_nothing_here_says_why(capsys: pytest.CaptureFixtur
     assert quantize.REFUSED_OPTIONS[option] in error
 
 
-def test_a_value_of_the_wrong_kind_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert exit_of("some/model", "--nsamples", "many") == 2
-    assert "many" in one_line(capsys)
+@pytest.mark.parametrize(("option", "value"), [("--nsamples", "many"), ("--batch_size", "auto")])
+def test_a_value_of_the_wrong_kind_is_named(capsys: pytest.CaptureFixture[str], option: str, value: str) -> None:
+    assert exit_of("some/model", option, value) == 2
+    error = one_line(capsys)
+    assert option in error
+    assert value in error
 
 
 def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:

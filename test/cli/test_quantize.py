@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
 import json
 import logging
@@ -59,12 +60,28 @@ ODD_VALUES: list[tuple[list[str], str, Any]] = [
     (["--enable_quanted_input"], "enable_quanted_input", True),
     (["--disable_quanted_input"], "enable_quanted_input", False),
     (["--disable_range_probes"], "range_probes", False),
+    (["--algorithm", "mse"], "algorithm", "mse"),
+    (["--iters", "7"], "iters", 7),
+    (["--lr", "0.3"], "lr", 0.3),
+    (["--minmax_lr", "0.3"], "minmax_lr", 0.3),
+    (["--gradient_accumulate_steps", "3"], "gradient_accumulate_steps", 3),
+    (["--not_use_best_mse"], "not_use_best_mse", True),
+    (["--act_headroom", "1.5"], "act_headroom", 1.5),
+    (["--moe_input_scale", "per_expert"], "moe_input_scale", "per_expert"),
+    (["--unseen_experts", "error"], "unseen_experts", "error"),
+    (["--static_kv_dtype", "fp8"], "static_kv_dtype", "fp8"),
 ]
 
 
 @pytest.mark.parametrize(("words", "name", "value"), ODD_VALUES)
 def test_every_option_reaches_the_config(words: list[str], name: str, value: Any) -> None:
     assert getattr(config_from_args(parse(*words)), name) == value
+
+
+def test_no_setting_is_left_without_an_option_that_was_tried() -> None:
+    # These two have a test of their own.
+    tried = {name for _, name, _ in ODD_VALUES} | {"scheme", "layer_config"}
+    assert tried == {field.name for field in dataclasses.fields(QuantizeConfig)}
 
 
 def test_schemes_reach_the_config() -> None:
@@ -135,9 +152,12 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert not Path(out).exists()
 
 
-def test_missing_data_are_named_in_the_last_line(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, model: str
+@pytest.mark.parametrize("content", [None, "", '{"text": ""}\n{"text": null}\n'])
+def test_missing_or_empty_data_are_named_in_the_last_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, model: str, content: str | None
 ) -> None:
+    if content is not None:
+        (tmp_path / "no.jsonl").write_text(content)
     assert main([model, "--output_dir", str(tmp_path / "out"), "--dataset", str(tmp_path / "no.jsonl")]) in (1, 2)
     assert "no.jsonl" in capsys.readouterr().err.splitlines()[-1]
     assert not (tmp_path / "out").exists()
@@ -212,6 +232,7 @@ def test_progress_names_the_worst_layer(caplog: pytest.LogCaptureFixture, monkey
     lines = [record.getMessage() for record in caplog.records]
     assert "1/2 layers.0" in lines[0]
     assert "worst l1 20.0 dB" in lines[0]
+    assert lines[0].endswith(" s left")
     assert "nothing to do" in lines[1]
 
 

@@ -41,6 +41,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "biased": ("qwen2", {}, {}),
     "tied": ("gemma3_text", {"tie_word_embeddings": True}, {}),
     "renamed": ("gpt_neox", {}, {}),
+    "fused_on_disk": ("phi3", {}, {}),
     "sharded": ("llama", {}, {"max_shard_size": "60KB"}),
     "ignored": ("qwen3", {}, {"ignore_layers": ("layers.1.mlp", "k_proj")}),
     "mixed": ("qwen3", {}, {"layer_config": {"down_proj": "FP8_STATIC_TENSOR", "q_proj|k_proj|v_proj": {"bits": 16}}}),
@@ -176,14 +177,43 @@ def test_scales_are_as_documented(base: Path, case: str, name: str, scheme: str 
     for linear in run.plan.quantized:
         fqn, rows = name_of(linear.fqn), linear.shape[0]
         per_channel = (rows, 1) if name == "llm_compressor" else (rows,)
-        # fp8_static repeats a scale per matrix for every channel.
+        # For Intel's loader fp8_static repeats a scale per matrix.
         shape = per_channel if linear.scheme.group_size == -1 or name == "fp8_static" else (1,)
-        assert scales.pop(f"{fqn}.weight_scale").shape == shape
+        weight_scale = scales.pop(f"{fqn}.weight_scale")
+        assert weight_scale.shape == shape
+        assert linear.scheme.group_size == -1 or len(weight_scale.unique()) == 1
         if not linear.scheme.act_dynamic:
             assert scales.pop(f"{fqn}.input_scale").shape == (1,)
             for other in linear.fused:  # q/k/v, gate/up
                 assert torch.equal(tensors[f"{name_of(other)}.input_scale"], tensors[f"{fqn}.input_scale"])
     assert scales == {}
+
+
+def strategies(block: dict[str, Any], fqn: str) -> tuple[str, str]:
+    """Of weights and inputs, by compressed-tensors' own rule: a name comes before a pattern, that before the class."""
+    ranks = {}
+    for group in block["config_groups"].values():
+        for target in group["targets"]:
+            is_pattern = target.startswith("re:") and re.match(target[3:], fqn) is not None
+            if target == fqn or is_pattern or target == "Linear":
+                ranks[0 if target == fqn else 1 if is_pattern else 2] = group
+    group = ranks[min(ranks)]
+    return group["weights"]["strategy"], group["input_activations"]["strategy"]
+
+
+@pytest.mark.parametrize(("case", "scheme"), [(c, scheme) for c, n, scheme in COMBINATIONS if n == "llm_compressor"])
+def test_the_strategy_of_a_layer_is_the_shape_of_its_scales(base: Path, case: str, scheme: str | None) -> None:
+    _, summary = exported(base, case, "llm_compressor", scheme)
+    tensors, block = tensors_of(summary.folder), block_of(summary.folder)
+    scaled = [name.removesuffix(".weight_scale") for name in tensors if name.endswith(".weight_scale")]
+    assert scaled
+    for fqn in scaled:
+        weights, inputs = strategies(block, fqn)
+        rows = tensors[f"{fqn}.weight"].shape[0]
+        assert tensors[f"{fqn}.weight_scale"].shape == {"channel": (rows, 1), "tensor": (1,)}[weights], fqn
+        assert (inputs == "tensor") == (f"{fqn}.input_scale" in tensors), fqn
+        if ".experts." in fqn and inputs == "tensor":
+            assert weights == "tensor", fqn
 
 
 def third_party_forward(tensors: dict[str, torch.Tensor], fqn: str, bias: Any, x: torch.Tensor) -> torch.Tensor:
@@ -211,7 +241,8 @@ def third_party(source: Path, export: Path) -> torch.Tensor:
     return logits(model)
 
 
-DENSE = [(case, name, scheme) for case, name, scheme in COMBINATIONS if CASES[case][0] in ("qwen2", "qwen3", "llama")]
+THIRD_PARTY = ("qwen2", "qwen3", "llama", "phi3")
+DENSE = [(case, name, scheme) for case, name, scheme in COMBINATIONS if CASES[case][0] in THIRD_PARTY]
 
 
 @pytest.mark.parametrize(("case", "name", "scheme"), DENSE)
@@ -350,6 +381,8 @@ def test_every_format_holds_what_was_tuned(base: Path, tmp_path: Path) -> None:
             found = checkpoint_format.decode(fqn, parsed.resolve(fqn), tensors)
             assert torch.equal(found.weight.view(torch.uint8), layer.weight.view(torch.uint8)), fqn
             assert torch.equal(found.input_scale, layer.input_scale), fqn
+        scales = {f"{fqn}.{leaf}" for fqn in sink.layers for leaf in ("weight_scale", "input_scale")}
+        assert tensors.keys() == tensors_of(source_of(base, "dense")).keys() | scales
 
 
 def test_static_and_dynamic_layers_in_one_model(base: Path, tmp_path: Path) -> None:

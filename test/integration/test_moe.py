@@ -26,10 +26,11 @@ from autoround_fp8.compressor import CompressionResult
 from autoround_fp8.config import QuantizeConfig
 from autoround_fp8.errors import CheckpointError, NumericsError, UnsupportedModelError
 from autoround_fp8.export import MemorySink
+from autoround_fp8.formats.table import parse_quantization
 from autoround_fp8.inference.load import load_model, load_quantized_model
 from autoround_fp8.model_source import open_model
 from autoround_fp8.pipeline import PreparedRun, compress, export_run, prepare
-from autoround_fp8.schemes import matches_layer
+from autoround_fp8.schemes import matches_layer, parse_scheme
 from autoround_fp8.tuning.input_ranges import UNSEEN
 
 pytestmark = pytest.mark.integration
@@ -327,8 +328,13 @@ def test_experts_without_tokens_get_the_largest_range_of_the_others(
             live = max(experts[f"{folder}.{e}.{leaf}"]["input_amax"] for e in (0, 1))
             assert (layer["source"] == UNSEEN) == (number in "23")
             assert layer["num_tokens"] == (0 if number in "23" else 80)
+            if leaf == "gate_proj":
+                assert layer["input_scale"] == experts[f"{folder}.{number}.up_proj"]["input_scale"]
             if number in "23" or mode == "shared":
-                assert live / 448 <= layer["input_scale"] <= live / 448 * (1 + 2**-7)
+                # A scale that live experts share is searched in the octave above what the range needs.
+                assert live / 448 <= layer["input_scale"] <= live / 448 * (1 + 2**-7) * (2 if mode == "shared" else 1)
+            if mode == "shared":
+                assert layer["input_scale"] == experts[f"{folder}.0.{leaf}"]["input_scale"]
     made = tensors_of(summary.folder)
     scales = [tensor for name, tensor in made.items() if name.endswith(("weight_scale", "input_scale"))]
     assert len(scales) == 2 * (2 * 12 + 2 * 4)
@@ -393,6 +399,26 @@ def test_a_model_in_memory_gives_the_same_export(base: Path, tmp_path: Path, fam
     assert made.keys() == expected.keys()
     for name, tensor in made.items():
         assert torch.equal(bits(tensor), bits(expected[name])), name
+
+
+@pytest.mark.parametrize("way", ["folder", "memory"])
+def test_equal_experts_are_all_written(tmp_path: Path, way: str) -> None:
+    model = tiny_moe_model("qwen3_moe", num_experts=64)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.experts.gate_up_proj[1] = layer.mlp.experts.gate_up_proj[0]
+            layer.mlp.experts.down_proj[1] = layer.mlp.experts.down_proj[0]
+    model.save_pretrained(tmp_path / "source")
+    run = prepared(tmp_path / "source" if way == "folder" else model, algorithm="rtn")
+    made = tensors_of(export_run(run, tmp_path / "out").folder)
+    experts = {name for name in tensors_of(tmp_path / "source") if ".experts." in name}
+    assert len(experts) == 2 * 64 * 3
+    assert experts | {f"{name}_scale" for name in experts} <= made.keys()
+    for name in experts:
+        if ".experts.1." in name:
+            assert torch.equal(bits(made[name]), bits(made[name.replace(".experts.1.", ".experts.0.")]))
+    load_quantized_model(tmp_path / "out").save_pretrained(tmp_path / "saved")
+    assert tensors_of(tmp_path / "saved").keys() == made.keys()
 
 
 @pytest.mark.parametrize(
@@ -566,6 +592,7 @@ def test_only_the_language_blocks_of_a_composite_are_quantised(tmp_path: Path, m
     before, made = tensors_of(tmp_path / "source"), tensors_of(out)
     quantized = {name.removesuffix(".weight") for name, t in made.items() if t.dtype == torch.float8_e4m3fn}
     assert quantized == {linear.fqn for linear in run.plan.quantized}
+    assert all(name in made for name in before if not name.endswith(("experts.gate_up_proj", "experts.down_proj")))
     assert all(".layers." in fqn and "language_model" in fqn and "vis" not in fqn for fqn in quantized)
     seen = [name for name in before if "vision" in name or "visual" in name or "multi_modal" in name]
     assert len(seen) > 20
@@ -574,6 +601,44 @@ def test_only_the_language_blocks_of_a_composite_are_quantised(tmp_path: Path, m
     assert {k: v for k, v in config_of(out).items() if k != "quantization_config"} == config_of(tmp_path / "source")
     prefixes = config_of(out)["quantization_config"]["block_name_to_quantize"].split(",")
     assert all(any(fqn.startswith(f"{prefix}.") for prefix in prefixes) for fqn in quantized)
+
+
+@pytest.mark.parametrize("place", ["above", "nested", "nowhere"])
+@pytest.mark.parametrize("model_type", ["gemma3", "qwen3_5_moe"])
+def test_a_composites_shards_are_complete_wherever_it_says_whether_it_is_tied(
+    tmp_path: Path, model_type: str, place: str
+) -> None:
+    source = tmp_path / "source"
+    composite_model(model_type).save_pretrained(source, max_shard_size="60KB")
+    config = config_of(source)
+    config.pop("tie_word_embeddings", None)
+    config["text_config"].pop("tie_word_embeddings", None)
+    if place != "nowhere":
+        (config if place == "above" else config["text_config"])["tie_word_embeddings"] = model_type == "gemma3"
+    (source / "config.json").write_text(json.dumps(config))
+    run = prepared(source, max_shard_size="60KB", ignore_layers=("experts",))
+    out = export_run(run, tmp_path / "out").folder
+    assert len(list(out.glob("*.safetensors"))) > 3
+    scales = {f"{x.fqn}.{leaf}" for x in run.plan.quantized for leaf in ("weight_scale", "input_scale")}
+    assert set(CheckpointReader(out).names) == set(CheckpointReader(source).names) | scales
+    assert ("lm_head.weight" in CheckpointReader(out).names) == (model_type != "gemma3")
+    assert torch.isfinite(logits(load_quantized_model(out))).all()
+
+
+def test_a_wildcard_does_not_reach_the_vision_tower(tmp_path: Path) -> None:
+    model = composite_model("gemma3")
+    model.save_pretrained(tmp_path / "source")
+    settings = {"layer_config": {".*": parse_scheme("FP8_STATIC_TENSOR")}, "format": "llm_compressor"}
+    plan = prepared(tmp_path / "source", **settings).plan
+    assert len(plan.quantized) == 14
+    assert all("language_model" in linear.fqn for linear in plan.quantized)
+    parsed = parse_quantization(dict(plan.exports[0].quantization_config or {}))[1]
+    linears = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    stored = {name for name, tensor in tensors_of(tmp_path / "source").items() if tensor.ndim == 2}
+    names = [*linears, *(name.removesuffix(".weight") for name in stored if name.endswith(".weight"))]
+    vision = [name for name in names if "vision" in name and "embed" not in name]
+    assert len(vision) > 30
+    assert not [name for name in vision if parsed.resolve(name).is_quantized]
 
 
 @pytest.mark.parametrize("model_type", ["gemma3", "gemma4", "qwen3_5_moe", "llama4"])
