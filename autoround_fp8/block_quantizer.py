@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 _TOKENS_PER_FEATURE = 32
 # Tokens by which an input scale is chosen, spread over the calibration data.
 _SAMPLED_TOKENS = 1024
+# Of experts' inputs, which several experts share a scale for, fewer: a token goes to some of them.
+_EXPERT_FACTOR = 8
 # Second moments of experts may take this much, or half of the block in 16 bit.
 _FREE_EXPERT_BYTES = 128 << 20
 
@@ -55,7 +57,7 @@ class BlockStatistics:
     ranges: Mapping[str, InputRange]
     inputs: SharedInputs = field(default_factory=SharedInputs)
     moments: SecondMoments = field(default_factory=lambda: SecondMoments({}))
-    samples: InputSamples = field(default_factory=lambda: InputSamples(1))
+    samples: InputSamples = field(default_factory=lambda: InputSamples({}))
 
 
 class BlockQuantizer:
@@ -100,7 +102,10 @@ class BlockQuantizer:
         if self._algorithm == "rtn":
             return BlockStatistics(ranges=ranges)
         moments = SecondMoments(self._moment_strides(linears, num_tokens) if self._algorithm == "gptq" else {})
-        samples = InputSamples(max(1, num_tokens // _SAMPLED_TOKENS))
+        stride = max(1, num_tokens // _SAMPLED_TOKENS)
+        samples = InputSamples(
+            {linear.module: stride * (_EXPERT_FACTOR if linear.experts else 1) for linear in linears}
+        )
         return BlockStatistics(
             ranges=ranges, inputs=SharedInputs(moments.add, samples.add), moments=moments, samples=samples
         )
@@ -144,7 +149,7 @@ class BlockQuantizer:
     def input_scales(
         self, linears: Sequence[LinearPlan], modules: Mapping[str, torch.nn.Module], statistics: BlockStatistics
     ) -> InputScales:
-        """The layers' input scales, one for all layers of a group; arguments as of `quantize`.
+        """The layers' input scales, one for all layers of a group, after which the samples are gone; see `quantize`.
 
         Raises:
             NumericsError: If no token reached a layer.
@@ -162,6 +167,7 @@ class BlockQuantizer:
                 members = [other for other in linears if other.module in linear.group]
                 searched[linear.group] = _searched_input_scale(scale, members, weights, statistics)
             found[linear.fqn] = searched[linear.group], source
+        statistics.samples.clear()
         return found
 
     def quantize(

@@ -1,7 +1,7 @@
 """Peak memory and time of quantising synthetic DeepSeek-V3 checkpoints (native block-FP8) of several depths.
 
 For each depth: makes the checkpoint, quantises it in a process of its own, and prints its peak resident memory above
-that of a process that only imports the package, next to the bound: three blocks in bfloat16, the embeddings and 200 MB.
+that of a process that only imports the package and Numba's compiled loops (125 MB), next to the bound: three blocks in bfloat16, the embeddings and 200 MB.
 `--limit_gb` sets an address-space limit (RLIMIT_AS) for the quantising process.
 
     python scripts/bench_moe_memory.py --work_dir /tmp/dsv3 --layers 8 32
@@ -24,7 +24,11 @@ from make_deepseek_v3 import main as make_deepseek_v3
 
 from autoround_fp8.checkpoint.reader import CheckpointReader
 
-IMPORTS = "import autoround_fp8.pipeline, autoround_fp8.inference.load, transformers.models.auto.modeling_auto"
+IMPORTS = (
+    "import torch, autoround_fp8.pipeline, autoround_fp8.inference.load, transformers.models.auto.modeling_auto; "
+    "from autoround_fp8.tuning.numba_loops import row_errors; "
+    "row_errors(torch.ones(1, 1), torch.ones(1, 1), torch.ones(1))"
+)
 
 
 def run_measured(command: list[str], limit_bytes: int | None = None) -> int:

@@ -57,18 +57,23 @@ class InputSamples:
     """Some of the tokens of each input.
 
     Args:
-        stride: One of so many tokens is kept; always the first of a sequence, which may be like no other.
+        strides: The inputs -> one of how many tokens is kept; always a sequence's first, which may be like no other.
     """
 
-    def __init__(self, stride: int) -> None:
-        self._stride = stride
+    def __init__(self, strides: Mapping[str, int]) -> None:
+        self._strides = strides
         self._rows: dict[str, list[torch.Tensor]] = {}
 
     def add(self, name: str, x: torch.Tensor) -> None:
         """Takes an input `[..., tokens, in]`."""
-        self._rows.setdefault(name, []).append(x.detach()[..., :: self._stride, :].reshape(-1, x.shape[-1]).clone())
+        rows = x.detach()[..., :: self._strides[name], :].reshape(-1, x.shape[-1])
+        self._rows.setdefault(name, []).append(rows.clone())
 
     def get(self, name: str) -> torch.Tensor | None:
         """What was kept of a layer's inputs, `[tokens, in]` in their dtype; None without any."""
         rows = self._rows.get(name)
         return None if rows is None else torch.cat(rows)
+
+    def clear(self) -> None:
+        """Forgets everything."""
+        self._rows.clear()

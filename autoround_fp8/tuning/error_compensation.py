@@ -11,11 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from autoround_fp8.numerics.fp8 import FP8_DTYPE, FP8_MAX, round_to_four_bits
-
-try:
-    from autoround_fp8.tuning import numba_loops
-except ImportError:  # Numba is optional
-    numba_loops = None  # type: ignore[assignment]
+from autoround_fp8.tuning.loops import compiled_loops
 
 # Columns rounded before their errors are taken to the rest in one product; more of them do not stay in the cache.
 _BLOCK = 32
@@ -97,7 +93,8 @@ def _compensated(wanted: torch.Tensor, upper: torch.Tensor) -> torch.Tensor:
     Returns float32 values of codes, but for subnormal ones, which the cast to FP8 still has to round.
     """
     num_columns, num_rows = wanted.shape
-    round_rows = numba_loops.compensate_rows if numba_loops is not None and wanted.device.type == "cpu" else _round_rows
+    compiled = compiled_loops(wanted.device)
+    round_rows = _round_rows if compiled is None else compiled.compensate_rows
     rest = wanted.clone()
     for start in range(0, num_columns, _BLOCK):
         end = min(start + _BLOCK, num_columns)

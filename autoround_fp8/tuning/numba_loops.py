@@ -19,7 +19,7 @@ _MAX = _F32(FP8_MAX)
 # Columns that error compensation works on at a time: they stay in the cache.
 _CHUNK = 256
 # Rows are taken to float32 in strips of about this many elements.
-_STRIP_ELEMENTS = 1 << 22
+_STRIP_ELEMENTS = 1 << 19
 
 _threads = Threads()
 

@@ -13,11 +13,7 @@ import torch
 from autoround_fp8.numerics.fp8 import amax_to_scale, round_to_fp8
 from autoround_fp8.numerics.granularity import PER_TENSOR, weight_amax
 from autoround_fp8.schemes import QuantizationScheme
-
-try:
-    from autoround_fp8.tuning import numba_loops
-except ImportError:  # Numba is optional
-    numba_loops = None  # type: ignore[assignment]
+from autoround_fp8.tuning.loops import compiled_loops
 
 # Every bfloat16 value of an octave: 16 of them leave 4 % more squared error of a row, the smallest alone 22 %.
 _ALL_STEPS = 128
@@ -50,7 +46,8 @@ def search_scale(
         scales = _candidates(amax_to_scale(amax)[None], _FEW_STEPS)
         totals = [_errors(w, scales.expand(w.shape[0], -1), column_weights).sum(0) for w in together]
         return scales[0, torch.stack(totals).sum(0).argmin()].reshape(1)
-    steps = _ALL_STEPS if _is_compiled(weight) or weight.device.type != "cpu" else _FEW_STEPS
+    is_slow = weight.device.type == "cpu" and compiled_loops(weight.device) is None
+    steps = _FEW_STEPS if is_slow else _ALL_STEPS
     scales = _candidates(amax_to_scale(weight_amax(weight, scheme.group_size)), steps)
     return scales.gather(1, _errors(weight, scales, column_weights).argmin(dim=1, keepdim=True))
 
@@ -85,15 +82,11 @@ def _candidates(smallest: torch.Tensor, steps: int) -> torch.Tensor:
     return (smallest.view(torch.int32) + offsets).view(torch.float32)
 
 
-def _is_compiled(x: torch.Tensor) -> bool:
-    return numba_loops is not None and x.device.type == "cpu"
-
-
 def _errors(weight: torch.Tensor, scales: torch.Tensor, column_weights: torch.Tensor | None) -> torch.Tensor:
     """Squared error of each row under each of its scales, float64 `[out, steps]`: their squares may leave float32."""
     costs = torch.ones(weight.shape[1], device=weight.device) if column_weights is None else column_weights
-    measure = numba_loops.row_errors if _is_compiled(weight) else _row_errors
-    errors = measure(weight, scales, costs)
+    compiled = compiled_loops(weight.device)
+    errors = (_row_errors if compiled is None else compiled.row_errors)(weight, scales, costs)
     return errors.double() * scales.double().square()
 
 

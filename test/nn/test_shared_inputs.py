@@ -56,18 +56,20 @@ def test_without_takers_nothing_is_watched() -> None:
 @pytest.mark.parametrize("length", [1, 5, 8, 9])
 def test_samples_hold_the_first_token_of_every_sequence(length: int) -> None:
     x = torch.arange(3.0 * length * 2).reshape(3, length, 2)
-    samples = InputSamples(4)
+    samples = InputSamples({"q": 4})
     samples.add("q", x)
     samples.add("q", x + 100)
     rows = samples.get("q")
     assert rows.shape == (6 * -(-length // 4), 2)
     assert all(bool((rows == first).all(1).any()) for first in torch.cat([x[:, 0], x[:, 0] + 100]))
     assert samples.get("down") is None
+    samples.clear()
+    assert samples.get("q") is None
 
 
 def test_samples_do_not_follow_later_changes() -> None:
     x = torch.ones(4, 6)
-    samples = InputSamples(1)
+    samples = InputSamples({"q": 1})
     samples.add("q", x)
     x.zero_()
     assert torch.equal(samples.get("q"), torch.ones(4, 6))
