@@ -1,8 +1,9 @@
 """Peak memory and time of quantising synthetic DeepSeek-V3 checkpoints (native block-FP8) of several depths.
 
 For each depth: makes the checkpoint, quantises it in a process of its own, and prints its peak resident memory above
-that of a process that only imports the package and Numba's compiled loops (125 MB), next to the bound: three blocks in bfloat16, the embeddings and 200 MB.
-`--limit_gb` sets an address-space limit (RLIMIT_AS) for the quantising process.
+that of a process that only imports the package and Numba's compiled loops (125 MB of it), next to the bound: three
+blocks in bfloat16, the embeddings and 200 MB. `--limit_gb` sets an address-space limit (RLIMIT_AS) for the quantising
+process.
 
     python scripts/bench_moe_memory.py --work_dir /tmp/dsv3 --layers 8 32
     python scripts/bench_moe_memory.py --work_dir /tmp/dsv3 --layers 54 --limit_gb 3.5
