@@ -162,10 +162,10 @@ class BlockQuantizer:
                 found[linear.fqn] = None, DYNAMIC
                 continue
             amax, source = input_amax(linear.fqn, linear.module, linear.group, linear.siblings, statistics.ranges)
-            scale = amax_to_scale(torch.tensor([amax * self._act_headroom]))
             if linear.group not in searched:
+                smallest = amax_to_scale(torch.tensor([amax * self._act_headroom]))
                 members = [other for other in linears if other.module in linear.group]
-                searched[linear.group] = _searched_input_scale(scale, members, weights, statistics)
+                searched[linear.group] = _searched_input_scale(smallest, members, weights, statistics)
             found[linear.fqn] = searched[linear.group], source
         statistics.samples.clear()
         return found

@@ -1,4 +1,4 @@
-"""Changes to an export of a tiny model that vLLM fails for, each with what `auto-round inspect` says of vLLM then.
+"""Exports of tiny models, and changes to them that vLLM fails for, each with what `auto-round inspect` says of it then.
 
 The kinds of exports are those of `inspection/conftest.py`.
 """
@@ -6,9 +6,19 @@ The kinds of exports are those of `inspection/conftest.py`.
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import torch
+from tiny_models import VOCAB_SIZE
+
+from autoround_fp8.config import QuantizeConfig
+from autoround_fp8.formats.table import default_scheme, get_formats
+from autoround_fp8.model_source import open_model
+from autoround_fp8.pipeline import export_run, prepare
+from autoround_fp8.schemes import parse_scheme
+
+ROWS = torch.randint(4, VOCAB_SIZE, (3, 16), generator=torch.Generator().manual_seed(3))
 
 Tensors = dict[str, torch.Tensor]
 
@@ -18,6 +28,19 @@ O_PROJ = "model.layers.0.self_attn.o_proj"
 EXPERT = "model.layers.0.mlp.experts.3"
 CACHE = "model.layers.0.self_attn"
 FAULTS = "the checkpoint has faults"
+
+
+def write_export(source: Path, folder: Path, name: str, scheme: str | None, cache: str | None) -> None:
+    """Rounds a model to nearest; None = the format's default scheme, no scales of the KV cache."""
+    config = QuantizeConfig(
+        dataset=ROWS,
+        device="cpu",
+        algorithm="rtn",
+        format=name,
+        scheme=default_scheme(get_formats(name)) if scheme is None else parse_scheme(scheme),
+        static_kv_dtype=cache,
+    )
+    export_run(prepare(config, open_model(source)), folder)
 
 
 def shaped(name: str, *shape: int) -> Any:

@@ -10,18 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from export_damage import write_export
 from make_block_fp8 import make_block_fp8
 from safetensors.torch import load_file, save_file
-from tiny_models import VOCAB_SIZE, save_tiny_model
+from tiny_models import save_tiny_model
 from tiny_moe_models import save_tiny_moe_model
 
-from autoround_fp8.config import QuantizeConfig
-from autoround_fp8.formats.table import default_scheme, get_formats
-from autoround_fp8.model_source import open_model
-from autoround_fp8.pipeline import export_run, prepare
-from autoround_fp8.schemes import parse_scheme
-
-ROWS = torch.randint(4, VOCAB_SIZE, (3, 16), generator=torch.Generator().manual_seed(3))
 BLOCK = (32, 32)
 
 # Kind -> model, format, scheme.
@@ -60,15 +54,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
             make_block_fp8(folder_of(kind.replace("block", "").strip("_") or "dense"), folder, block=BLOCK)
         else:
             model, name, scheme = EXPORTS[kind]
-            config = QuantizeConfig(
-                dataset=ROWS,
-                device="cpu",
-                algorithm="rtn",
-                format=name,
-                static_kv_dtype="fp8" if kind.endswith("cache") else None,
-                scheme=default_scheme(get_formats(name)) if scheme is None else parse_scheme(scheme),
-            )
-            export_run(prepare(config, open_model(folder_of(model))), folder)
+            write_export(folder_of(model), folder, name, scheme, "fp8" if kind.endswith("cache") else None)
         return folder
 
     return folder_of

@@ -14,24 +14,17 @@ from typing import Any
 
 import crossload_vllm
 import pytest
-import torch
-from export_damage import DAMAGE
+from export_damage import DAMAGE, write_export
 from safetensors.torch import load_file, save_file
-from tiny_models import FAMILIES, VOCAB_SIZE, save_tiny_model
+from tiny_models import FAMILIES, save_tiny_model
 from tiny_moe_models import save_tiny_moe_model
 
-from autoround_fp8.config import QuantizeConfig
-from autoround_fp8.formats.table import default_scheme, get_formats
 from autoround_fp8.inspection.consumer_rules import VLLM
 from autoround_fp8.inspection.report import inspect_checkpoint
-from autoround_fp8.model_source import open_model
-from autoround_fp8.pipeline import export_run, prepare
-from autoround_fp8.schemes import parse_scheme
 
 needs_vllm = pytest.mark.skipif(
     "VLLM_SOURCE" not in os.environ, reason="set VLLM_SOURCE (and VLLM_PACKAGES) to the folders with vLLM's Python code"
 )
-ROWS = torch.randint(4, VOCAB_SIZE, (3, 16), generator=torch.Generator().manual_seed(3))
 
 # Family -> fields of config.json that vLLM needs and transformers does not write.
 VLLM_FAMILIES: dict[str, dict[str, Any]] = {
@@ -64,15 +57,7 @@ def export(base: Path, family: str, kind: str) -> Path:
         config = json.loads((source / "config.json").read_text())
         (source / "config.json").write_text(json.dumps({**config, **VLLM_FAMILIES[family]}))
     name, scheme, cache = KINDS[kind]
-    config = QuantizeConfig(
-        dataset=ROWS,
-        device="cpu",
-        algorithm="rtn",
-        format=name,
-        scheme=default_scheme(get_formats(name)) if scheme is None else parse_scheme(scheme),
-        static_kv_dtype=cache,
-    )
-    export_run(prepare(config, open_model(source)), target)
+    write_export(source, target, name, scheme, cache)
     return target
 
 
